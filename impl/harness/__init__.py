@@ -1,0 +1,1 @@
+"""Specs, data, the training loop, metrics and records."""

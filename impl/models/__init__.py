@@ -1,0 +1,1 @@
+"""Exact parameter shapes of the model families, and the trainable modules."""

@@ -1,0 +1,1 @@
+"""The mathematics of one matrix, one optimizer a module.  Nothing here knows of process groups."""
