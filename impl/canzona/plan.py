@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 from impl.models.parameters import ParamSpec
@@ -219,7 +220,7 @@ def _check_segments(plan: Plan, family: Family, bucket: Bucket, where: str) -> N
         return
     cuts = bucket.cuts
     _check(len(cuts) == plan.dp + 1 and cuts[0] == bucket.start, f"{where}: needs dp + 1 cuts from its start")
-    _check(all(a <= b for a, b in zip(cuts, cuts[1:], strict=False)), f"{where}: cuts fall")
+    _check(all(a <= b for a, b in pairwise(cuts)), f"{where}: cuts fall")
     last = bucket.slots[-1].end if bucket.slots else bucket.start
     _check(last <= cuts[-1] <= bucket.end, f"{where}: segments do not cover the bucket")
 

@@ -23,9 +23,17 @@ class Cost(Protocol):
     name: str
     atomic: bool
 
-    def flops(self, shape: tuple[int, ...]) -> float: ...
-    def published_flops(self, shape: tuple[int, ...]) -> float: ...
-    def state_bytes(self, shape: tuple[int, ...]) -> int: ...
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Operations of one update."""
+        ...
+
+    def published_flops(self, shape: tuple[int, ...]) -> float:
+        """The same in the papers' convention."""
+        ...
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of the state, master excluded."""
+        ...
 
 
 class PlanOptions(BaseModel):
