@@ -1,0 +1,1 @@
+"""Tests: unit (one process), distributed (several gloo ranks), workflow."""

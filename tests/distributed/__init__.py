@@ -1,0 +1,1 @@
+"""Tests that start several gloo ranks on loopback."""
