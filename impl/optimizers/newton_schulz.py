@@ -10,7 +10,7 @@ Coefficients = tuple[tuple[float, float, float], ...]
 COEFFICIENT_SETS: dict[str, Coefficients] = {
     # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; also torch.optim.Muon's default.
     "simple": ((3.4445, -4.7750, 2.0315),),
-    # Tuned one step at a time; found by the modded-nanogpt community, NVIDIA Emerging-Optimizers' "quintic".
+    # One polynomial a step; YouJiacheng for modded-nanogpt, 2025, "quintic" in NVIDIA Emerging-Optimizers.
     "quintic": (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -29,14 +29,14 @@ COEFFICIENT_SETS: dict[str, Coefficients] = {
         (1.8564, -1.2132, 0.3568),
         (1.8750, -1.2500, 0.3750),
     ),
-    # NVIDIA Emerging-Optimizers' "aol": meant for almost-orthogonal-layer scaling, here used after the Frobenius norm.
+    # "aol" in NVIDIA Emerging-Optimizers, here after the same Frobenius normalisation as every other set.
     "aol": (
         (4.0098, -7.0585, 2.4635),
         (3.4585, -5.5479, 2.5959),
         (2.7573, -3.2939, 1.4254),
         (2.7215, -3.0494, 1.3169),
     ),
-    # Qwen team, released with Canzona (arXiv 2602.06079): Polar Express for a smaller smallest singular value.
+    # Released by the Qwen team with the code of Canzona (arXiv 2602.06079).
     "qwen-express": (
         (8.3865, -24.3696, 17.7251),
         (4.1414, -3.0173, 0.5524),

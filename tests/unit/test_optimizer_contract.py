@@ -1,0 +1,125 @@
+"""What every optimizer of the registry must do, whoever wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from impl.errors import ConfigError
+from impl.optimizers.base import create, registry
+
+CPU = torch.device("cpu")
+YAML = Path(__file__).parents[2] / "experiments" / "optimizers"
+MATRICES = [(6, 10), (10, 6), (8, 8), (1, 5), (5, 1)]
+
+
+def fresh(name, shape, seed=0):
+    optimizer = create(name)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return optimizer, grad, optimizer.init_state(shape, CPU)
+
+
+def shapes(name):
+    return MATRICES if create(name).atomic else [*MATRICES, (7,), (2, 3, 4)]
+
+
+CASES = [(name, shape) for name in registry() for shape in shapes(name)]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_update(name, shape):
+    optimizer, grad, state = fresh(name, shape)
+    before = grad.clone()
+    for step in (1, 2, 3):
+        update = optimizer.update(grad, state, step)
+        assert update.shape == grad.shape
+        assert update.dtype == torch.float32
+        assert update.is_contiguous()
+        assert update.isfinite().all()
+        held = {t.data_ptr() for t in (grad, *state.values())}
+        assert update.data_ptr() not in held, "the update may be changed by the caller"
+    assert torch.equal(grad, before)
+    assert update.norm() > 0
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_costs_and_state(name, shape):
+    optimizer, _, state = fresh(name, shape)
+    assert optimizer.flops(shape) > 0
+    assert optimizer.published_flops(shape) > 0
+    assert all(t.dtype == torch.float32 for t in state.values())
+    assert optimizer.state_bytes(shape) == sum(t.numel() * t.element_size() for t in state.values())
+
+
+@pytest.mark.parametrize("name", registry())
+def test_state_bytes_stay_true_after_steps(name):
+    optimizer, grad, state = fresh(name, (6, 10))
+    for step in (1, 2):
+        optimizer.update(grad, state, step)
+    assert optimizer.state_bytes((6, 10)) == sum(t.numel() * t.element_size() for t in state.values())
+
+
+@pytest.mark.parametrize("name", registry())
+def test_many_equal_one_by_one(name):
+    """Bit for bit, mixed shapes included, so that neighbours in a group never matter."""
+    optimizer = create(name)
+    sizes = [(6, 10), (10, 6), (6, 10), (4, 4)]
+    grads = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(sizes)]
+    many = [optimizer.init_state(s, CPU) for s in sizes]
+    alone = [optimizer.init_state(s, CPU) for s in sizes]
+    for step in (1, 2):
+        together = optimizer.update_many(grads, many, step)
+        for i, update in enumerate(together):
+            assert torch.equal(update, optimizer.update(grads[i], alone[i], step))
+            assert all(torch.equal(many[i][k], alone[i][k]) for k in alone[i])
+
+
+@pytest.mark.parametrize("name", registry())
+def test_repeatable(name):
+    runs = []
+    for _ in range(2):
+        optimizer, grad, state = fresh(name, (12, 20))
+        runs.append([optimizer.update(grad, state, step) for step in (1, 2)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("name", registry())
+def test_scale_invariance_is_declared_truly(name):
+    """Over two steps with different gradients, because a first step alone hides a lot (AdamW's is a sign)."""
+    optimizer = create(name)
+    grads = [torch.randn((12, 20), generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+
+    def last(factors):
+        state = optimizer.init_state((12, 20), CPU)
+        return [optimizer.update(g * f, state, i) for i, (g, f) in enumerate(zip(grads, factors, strict=True), 1)][-1]
+
+    expected = last((1.0, 1.0))
+    change = max(float((last((f, f)) - expected).norm() / expected.norm()) for f in (1e-10, 1e10))
+    if optimizer.scale_invariant:
+        assert change < 1e-2
+    else:
+        assert change > 1e-2, "declare it scale invariant, or gradient clipping is applied in vain"
+
+
+@pytest.mark.parametrize("name", registry())
+def test_unknown_settings_list_the_valid_ones(name):
+    valid = sorted(registry()[name].Hyper.model_fields)
+    with pytest.raises(ConfigError, match=f"known are {', '.join(valid)}"):
+        create(name, {"no_such_setting": 1})
+
+
+def test_an_unknown_optimizer_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'muon'"):
+        create("mun")
+
+
+@pytest.mark.parametrize("name", registry())
+def test_its_yaml_holds_its_settings(name):
+    data = yaml.safe_load((YAML / f"{name}.yaml").read_text())
+    assert data["name"] == name
+    assert data["display_name"]
+    optimizer = create(name, data["settings"])
+    assert set(data["settings"]) == set(optimizer.Hyper.model_fields)
