@@ -3,10 +3,10 @@
 It was run once, with CPython 3.11.7; the file is committed because the library's text differs between Python versions.
 Usage: ``python scripts/make_corpus.py OUTPUT``; prints size, files and SHA-256.
 
-Taken: every ``.py`` file of ``Lib``, in path order, that is pure ASCII and carries no licence notice of its own (so that
-all of it is under PSF-2.0), except tests, ``idlelib``, ``lib2to3``, ``encodings``, ``pydoc_data`` (tables and topics),
-``turtledemo``, ``ensurepip`` and generated files.  The bytes are joined, cut into blocks of 16 KiB that are shuffled with a fixed
-seed (so that the held-out tenth at the end resembles the rest), and the first 64 blocks are kept: 1 MiB.
+Taken: every ``.py`` file of ``Lib``, in path order, that is pure ASCII and carries no licence notice of its own (so
+that all of it is under PSF-2.0), except generated files and the folders in ``SKIPPED_FOLDERS`` (tests, tables, IDLE).
+The bytes are joined, cut into blocks of 16 KiB that are shuffled with a fixed seed (so that the held-out tenth at the
+end resembles the rest), and the first 64 blocks are kept: 1 MiB.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ def main() -> None:
     files = sources(Path(sysconfig.get_path("stdlib")))
     text = corpus(files)
     Path(sys.argv[1]).write_bytes(text)
-    print(
-        f"Python {sys.version.split()[0]}: {len(files)} files, {len(text)} bytes, sha256 {hashlib.sha256(text).hexdigest()}"
-    )
+    digest = hashlib.sha256(text).hexdigest()
+    print(f"Python {sys.version.split()[0]}: {len(files)} files, {len(text)} bytes, sha256 {digest}")
 
 
 if __name__ == "__main__":
