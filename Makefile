@@ -1,0 +1,63 @@
+# ricercar: `make reproduce` runs the experiments, `make test` checks the project. `make help` lists the rest.
+
+TIER ?= laptop
+EXTRA ?=
+PYTHON ?=
+CORES ?= all
+TARGETS ?=
+PYTEST_ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := $(CURDIR)/.venv/bin
+# Caches of the tools stay in the environment's folder; one BLAS thread per process, ranks are the parallelism.
+ENV := env PATH="$(BIN):$$PATH" MPLCONFIGDIR="$(CURDIR)/.venv/cache/matplotlib" \
+    PYRIGHT_PYTHON_CACHE_DIR="$(CURDIR)/.venv/cache/pyright" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 \
+    OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+SNAKEMAKE := $(ENV) snakemake --cores $(CORES) --config tier=$(TIER) --keep-going --rerun-incomplete --quiet host
+CODE := impl baselines paper_figures tests
+
+.PHONY: help
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
+	    | while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
+	@printf '\n  TIER=ci|laptop|gpu1|node8|cluster (now %s)   EXTRA=gpu for CUDA machines   PYTHON=python3.12\n' "$(TIER)"
+
+.PHONY: venv
+venv: ## make .venv with the pinned requirements (EXTRA=gpu: for CUDA machines)
+	@scripts/make_venv.sh "$(EXTRA)" "$(PYTHON)"
+
+.PHONY: reproduce
+reproduce: venv ## run the experiments of TIER, then show the main table and where everything is
+	@$(SNAKEMAKE) -- $(TARGETS)
+	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
+
+.PHONY: dry-run
+dry-run: venv ## list what `make reproduce` would run
+	@$(SNAKEMAKE) --dryrun -- $(TARGETS)
+
+.PHONY: retry
+retry: venv ## forget the failed runs of TIER, so that `make reproduce` runs them again
+	@$(ENV) python -m impl retry --results "results/generated/$(TIER)"
+
+.PHONY: unlock
+unlock: venv ## after a crash of snakemake: release its lock
+	@$(SNAKEMAKE) --unlock
+
+.PHONY: lint
+lint: venv ## ruff, snakefmt and pyright
+	@$(ENV) ruff check $(CODE)
+	@$(ENV) ruff format --check $(CODE)
+	@$(ENV) snakefmt --check Snakefile workflows
+	@$(ENV) pyright
+
+.PHONY: test
+test: lint ## lint, types and every test, with the whole workflow on the smallest tier
+	@$(ENV) python -m pytest $(PYTEST_ARGS)
+
+.PHONY: clean
+clean: ## remove everything that was generated, results included (published, gpu and laptop references stay)
+	rm -rf results/generated logs .snakemake .pytest_cache .ruff_cache .hypothesis build dist paper_figures/out
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,176 @@
+"""Records of runs in, one tidy table per experiment out: one number a row, each with its kind, status and run id."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from impl.harness.experiments import Experiment, Run, StepTimeExperiment, StepTimeSpec, System
+
+Row = dict[str, Any]
+KEYS = ("run", "status", "error", "kind", "model", "optimizer", "dp", "tp", "seed", "system", "system_name")
+PROVENANCE = ("commit", "dirty", "config_digest", "torch", "hardware", "started")
+STEP_TIME_COLUMNS = (*KEYS, "shared_cores", "quantity", "phase", "axis", "rank", "repetition", "value", "unit")
+PRECISION_COLUMNS = (*KEYS, "reference", "step", "loss", "heldout_loss", "params_digest")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run left behind.
+
+    status: the manifest's, or ``missing`` (no manifest), or ``corrupt`` (one that cannot be read).
+    rows: the rows of ``metrics.jsonl``.
+    """
+
+    status: str
+    error: str = ""
+    manifest: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The manifest's result, empty if there is none."""
+        return self.manifest.get("result") or {}
+
+
+def read_record(folder: Path) -> Record:
+    """Return the record of the run in ``folder``; never raises for what a broken run leaves there."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        status = manifest["status"]
+    except FileNotFoundError:
+        return Record("missing", "no manifest.json")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Record("corrupt", f"manifest.json: {error}")
+    rows, broken = _metrics(folder / "metrics.jsonl")
+    if broken and status == "done":
+        return Record("corrupt", f"metrics.jsonl has {broken} unreadable line(s)", manifest, rows)
+    return Record(status, _first_line(manifest.get("error")), manifest, rows)
+
+
+def collect(experiment: Experiment, tier: str, runs: Path) -> pd.DataFrame:
+    """Return the tidy table of ``experiment`` on ``tier`` from the run folders below ``runs``.
+
+    Every run and system that was asked for has at least one row; without a usable record its value is NaN and its
+    status says why.
+    """
+    step_time = isinstance(experiment, StepTimeExperiment)
+    rows: list[Row] = []
+    for run in experiment.runs(tier):
+        record = read_record(runs / run.id)
+        found = _step_time_rows(run, record) if step_time else _precision_rows(run, record, experiment.reference)
+        rows += [row | _provenance(record) for row in found]
+    columns = STEP_TIME_COLUMNS if step_time else PRECISION_COLUMNS
+    return pd.DataFrame(rows, columns=[*columns, *PROVENANCE])
+
+
+def _step_time_rows(run: Run, record: Record) -> Iterator[Row]:
+    assert isinstance(run.spec, StepTimeSpec)
+    shared = _shares_cores(record, run.base.world_size)
+    for system in run.spec.systems:
+        keys = _keys(run, system, record) | {"shared_cores": shared}
+        found = False
+        for event in record.rows:
+            if event.get("event") == "step_time" and event.get("system") == system.id:
+                for phase, seconds in event["seconds"].items():
+                    found = True
+                    yield keys | _value("time", phase, seconds, "s") | {"repetition": event["repetition"]}
+        if not found:
+            status = "unfinished" if record.status == "done" else record.status
+            yield keys | _value("time", "iteration", math.nan, "s") | {"status": status}
+        result = record.result.get("systems", {}).get(system.id) or {}
+        for phase, axes in (result.get("bytes") or {}).items():
+            for axis, count in axes.items():
+                yield keys | _value("bytes", phase, count, "B") | {"axis": axis}
+        for rank, state in enumerate(result.get("state_bytes") or []):
+            for part, count in state.items():
+                yield keys | _value("state", part, count, "B") | {"rank": rank}
+
+
+def _precision_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
+    assert run.system is not None
+    result = record.result
+    keys = _keys(run, run.system, record) | {
+        "reference": reference,
+        "heldout_loss": result.get("heldout_loss"),
+        "params_digest": result.get("params_digest"),
+    }
+    losses = {e["step"]: e["loss"] for e in record.rows if e.get("event") == "step"}  # a resumed step: the last counts
+    if not losses:
+        yield keys | {"step": None, "loss": math.nan}
+    for step, loss in sorted(losses.items()):
+        yield keys | {"step": step, "loss": math.nan if loss is None else float(loss)}
+
+
+def _keys(run: Run, system: System, record: Record) -> Row:
+    base = run.base
+    return {
+        "run": run.id,
+        "status": record.status,
+        "error": record.error,
+        "kind": "measured",
+        "model": base.model,
+        "optimizer": base.optimizer,
+        "dp": base.dp,
+        "tp": base.tp,
+        "seed": base.seed,
+        "system": system.id,
+        "system_name": system.name,
+    }
+
+
+def _value(quantity: str, phase: str, value: float, unit: str) -> Row:
+    return {"quantity": quantity, "phase": phase, "value": float(value), "unit": unit}
+
+
+def _provenance(record: Record) -> Row:
+    manifest = record.manifest
+    git, versions, hardware = (manifest.get(k) or {} for k in ("git", "versions", "hardware"))
+    return {
+        "commit": git.get("commit"),
+        "dirty": git.get("dirty"),
+        "config_digest": manifest.get("config_digest"),
+        "torch": versions.get("torch"),
+        "hardware": hardware.get("gpu") or hardware.get("cpu"),
+        "started": manifest.get("started"),
+    }
+
+
+def _shares_cores(record: Record, ranks: int) -> bool | None:
+    hardware = record.manifest.get("hardware") or {}
+    if hardware.get("gpu"):
+        return False
+    cores = hardware.get("cores")
+    return None if cores is None else ranks > cores
+
+
+def _metrics(path: Path) -> tuple[tuple[Row, ...], int]:
+    rows: list[Row] = []
+    broken = 0
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return (), 0
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            broken += 1
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return tuple(rows), broken
+
+
+def _first_line(error: Any) -> str:
+    """Return the last line of a traceback, or the first of anything else."""
+    lines = [line for line in str(error or "").splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return lines[-1 if lines[0].startswith("Traceback") else 0].strip()
