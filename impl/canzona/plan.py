@@ -89,16 +89,16 @@ class Family:
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What DP rank ``rank`` updates, by rising position."""
-        out = []
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                if slot.owner is None:
-                    low, high = max(slot.start, bucket.cuts[rank]), min(slot.end, bucket.cuts[rank + 1])
-                    if low < high:
-                        out.append(Piece(slot.parameter, low, high))
-                elif slot.owner in (rank, EVERY):
-                    out.append(Piece(slot.parameter, slot.start, slot.end))
-        return tuple(out)
+        owned = ((slot, owned_range(bucket, slot, rank)) for bucket in self.buckets for slot in bucket.slots)
+        return tuple(Piece(slot.parameter, *span) for slot, span in owned if span)
+
+
+def owned_range(bucket: Bucket, slot: Slot, rank: int) -> tuple[int, int] | None:
+    """Return the part of ``slot`` that DP rank ``rank`` updates, or None; positions in the flat buffer."""
+    if slot.owner is None:
+        low, high = max(slot.start, bucket.cuts[rank]), min(slot.end, bucket.cuts[rank + 1])
+        return (low, high) if low < high else None
+    return (slot.start, slot.end) if slot.owner in (rank, EVERY) else None
 
 
 @dataclass(frozen=True)

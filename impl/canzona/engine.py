@@ -1,0 +1,259 @@
+"""The distributed step: executes a plan on a DP x TP mesh, whichever strategy made it.
+
+One step is ``microbatch()`` for each microbatch, then ``step()``:
+
+- gradients are summed per bucket *during* the last backward, in an order that is the same on every rank;
+- the global norm takes one small reduction;
+- every owner updates what it owns, with no DP communication; TP micro-groups gather, compute and scatter in a pipeline;
+- updated parameters are gathered per bucket and awaited by the module that needs them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from impl.canzona.buffers import FamilyBuffer, Run
+from impl.canzona.clock import Clock
+from impl.canzona.collectives import (
+    Communicator,
+    Ledger,
+    all_gather_single,
+    make_reduction,
+    same_on_all_ranks,
+    sum_in_order,
+)
+from impl.canzona.exchange import Exchange, run_pipelined
+from impl.canzona.mesh import Mesh
+from impl.canzona.norm import clip_scale, global_norm
+from impl.canzona.plan import EVERY, Plan
+from impl.canzona.reducer import GradientReducer
+from impl.canzona.synchronizer import ParameterSynchronizer
+from impl.optimizers.base import Optimizer, State
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of the step that a plan does not decide.
+
+    reduction: ``native`` or ``rank-order`` (see :mod:`impl.canzona.collectives`).
+    clip: limit of the global gradient norm over every trainable parameter, 0 for none.  The factor is applied to
+        optimizers whose update depends on the gradient's scale.
+    weight_decay: decoupled, ``p <- (1 - lr * weight_decay) p`` before the update, on every parameter.
+    """
+
+    reduction: Literal["native", "rank-order"] = "native"
+    clip: float = 1.0
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a step reports: the global gradient norm before clipping, and the factor that clipping applied."""
+
+    grad_norm: float
+    clip_scale: float
+
+
+class Engine:
+    """Steps the parameters of ``model`` as ``plan`` says.
+
+    Every rank of ``mesh`` makes one with the same plan and calls its methods in the same order.  A trainable parameter
+    without a gradient counts as zero gradient: its momentum and weight decay go on, and no rank waits for another.
+
+    model: this rank's TP shards; after construction its trainable parameters are views into flat buffers.
+    optimizers: by the names that the plan's families carry.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizers: Mapping[str, Optimizer],
+        mesh: Mesh,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.plan, self.mesh, self.options = plan, mesh, options or EngineOptions()
+        if (plan.dp, plan.tp) != (mesh.dp, mesh.tp):
+            raise ValueError(f"the plan is for {plan.dp} x {plan.tp} ranks, the mesh is {mesh.dp} x {mesh.tp}")
+        if not same_on_all_ranks(plan.digest, mesh.world_group, mesh.device):
+            raise RuntimeError("the ranks made different plans: models or settings differ between them")
+        self.clock, self.ledger = Clock(mesh.device), Ledger()
+        self._dp = Communicator(mesh.dp_group, "dp", self.ledger)
+        self._tp = Communicator(mesh.tp_group, "tp", self.ledger)
+        self._world = Communicator(mesh.world_group, "world", self.ledger)
+        modules = _trainable(model, plan)
+        self._buffers = [FamilyBuffer(plan, family, modules, mesh.dp_rank) for family in plan.families]
+        self._optimizers = {family.name: optimizers[family.optimizer] for family in plan.families}
+        self._reducer = GradientReducer(self._buffers, make_reduction(self.options.reduction, self._dp), mesh.dp)
+        self._synchronizer = ParameterSynchronizer(model, self._buffers, self._dp, self.clock)
+        self._states: dict[str, State] = self._init_states()
+        self._step = 0
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps so far."""
+        return self._step
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """Run one microbatch's ``backward`` in the body; with ``last`` the bucket reductions start inside it.
+
+        The gradients of all microbatches of a step are summed, then averaged over DP ranks: scale the loss by the
+        number of microbatches.
+        """
+        self._reducer.open(last=last)
+        with self.clock("backward"):
+            yield
+            self._reducer.close()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> StepInfo:
+        """Finish the reductions, update what this rank owns and start to gather the new parameters."""
+        with self.clock("grad_reduce"):
+            self._reducer.wait()
+            self._sum_partial_gradients()
+        with self.clock("grad_norm"):
+            norm = global_norm(self._buffers, self.plan, self.mesh, self._world)
+        scale = clip_scale(norm, self.options.clip)
+        self._step += 1
+        with self.clock("optimizer_step"):
+            for buffer in self._buffers:
+                optimizer = self._optimizers[buffer.family.name]
+                factor = 1.0 if optimizer.scale_invariant else scale
+                (self._step_atomic if buffer.family.atomic else self._step_elementwise)(buffer, optimizer, lr, factor)
+        self._synchronizer.start()
+        self._reducer.clear()
+        return StepInfo(norm, scale)
+
+    def synchronize(self) -> None:
+        """Wait for the gathered parameters; call it before reading them outside a forward."""
+        self._synchronizer.wait()
+
+    def begin_step(self) -> None:
+        """Reset the clock and the ledger."""
+        self.clock.reset()
+        self.ledger.reset()
+
+    def _init_states(self) -> dict[str, State]:
+        states: dict[str, State] = {}
+        hosts = {
+            parameter: host
+            for group in self.plan.micro_groups[self.mesh.dp_rank]
+            for parameter, host in zip(group.parameters, group.hosts, strict=True)
+        }
+        for buffer in self._buffers:
+            optimizer = self._optimizers[buffer.family.name]
+            for run in buffer.runs:
+                if run.parameter is None:
+                    states[run.name] = optimizer.init_state((run.end - run.start,), self.mesh.device)
+                elif hosts[run.parameter] in (self.mesh.tp_rank, EVERY):
+                    shape = self.plan.parameters[run.parameter].shape
+                    states[run.name] = optimizer.init_state(shape, self.mesh.device)
+        return states
+
+    def _step_elementwise(self, buffer: FamilyBuffer, optimizer: Optimizer, lr: float, factor: float) -> None:
+        for run in buffer.runs:
+            gradient = buffer.gradient(run.start, run.end)
+            if factor != 1.0:
+                gradient.mul_(factor)
+            self._apply(buffer, run, optimizer.update(gradient, self._states[run.name], self._step), lr)
+
+    def _step_atomic(self, buffer: FamilyBuffer, optimizer: Optimizer, lr: float, factor: float) -> None:
+        runs = {run.parameter: run for run in buffer.runs if run.parameter is not None}
+        gradients: dict[int, Tensor] = {}
+        for index, run in runs.items():
+            shape = self.plan.parameters[index].local_shape(self.mesh.tp)
+            gradients[index] = buffer.gradient(run.start, run.end).view(shape)
+            if factor != 1.0:
+                gradients[index].mul_(factor)
+        exchanges = [
+            Exchange(group, self.plan.parameters, gradients, self._tp)
+            for group in self.plan.micro_groups[self.mesh.dp_rank]
+            if group.parameters[0] in runs
+        ]
+
+        def compute(whole: dict[int, Tensor]) -> dict[int, Tensor]:
+            states = [self._states[runs[i].name] for i in whole]
+            updates = optimizer.update_many(list(whole.values()), states, self._step)
+            return dict(zip(whole, updates, strict=True))
+
+        def apply(updates: dict[int, Tensor]) -> None:
+            for index, update in updates.items():
+                self._apply(buffer, runs[index], update.reshape(-1), lr)
+
+        run_pipelined(exchanges, compute, apply)
+
+    def _apply(self, buffer: FamilyBuffer, run: Run, update: Tensor, lr: float) -> None:
+        master = buffer.masters[run.name]
+        master.mul_(1.0 - lr * self.options.weight_decay).add_(update, alpha=-lr)
+        buffer.publish(run)
+
+    def _sum_partial_gradients(self) -> None:
+        """Sum the gradients that cover only one TP rank's heads (q/k-norm), in rank order."""
+        if self.mesh.tp == 1:
+            return
+        parts = [
+            buffer.gradient(piece.start, piece.end)
+            for buffer in self._buffers
+            for piece in buffer.family.pieces(self.mesh.dp_rank)
+            if self.plan.parameters[piece.parameter].partial_over_tp
+        ]
+        if not parts:
+            return
+        flat = torch.cat(parts)
+        rows = flat.new_empty(self.mesh.tp * len(flat))
+        self._tp.count("grad_reduce", (self.mesh.tp - 1) * 4 * len(flat))
+        all_gather_single(rows, flat, group=self.mesh.tp_group)
+        total = sum_in_order(rows.view(self.mesh.tp, -1))
+        for part, summed in zip(parts, total.split([len(p) for p in parts]), strict=True):
+            part.copy_(summed)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of fp32 masters and of optimizer state on this rank."""
+        state = sum(t.numel() * t.element_size() for by_name in self._states.values() for t in by_name.values())
+        return {"master": sum(buffer.master_bytes() for buffer in self._buffers), "state": state}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's own part: step, masters of what it owns, states of what it hosts.  No copies."""
+        out = {"step": torch.tensor(self._step)}
+        for buffer in self._buffers:
+            out |= {f"master/{name}": master for name, master in buffer.masters.items()}
+        for name, state in self._states.items():
+            out |= {f"state/{name}/{key}": tensor for key, tensor in state.items()}
+        return out
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`state_dict` returned on this rank of an equal mesh and plan; all ranks must call.
+
+        Raises ``KeyError`` if the parts do not match.
+        """
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            raise KeyError(f"checkpoint and plan differ in {sorted(own.keys() ^ state.keys())[:3]}")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        self._step = int(own["step"])
+        for buffer in self._buffers:
+            for run in buffer.runs:
+                buffer.publish(run)
+        self._synchronizer.start()
+        self.synchronize()
+
+
+def _trainable(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
+    """Return the plan's parameters of ``model``; raises ``ValueError`` unless they are its trainable ones, in order."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    planned = [(spec.name, spec.local_shape(plan.tp)) for spec in plan.parameters]
+    actual = [(name, tuple(p.shape)) for name, p in found.items()]
+    for want, have in zip_longest(planned, actual):
+        if want != have:
+            raise ValueError(f"plan and model disagree: planned {want}, found {have}")
+    return found
