@@ -1,0 +1,218 @@
+"""Qwen3 and LLaMA as megatron-core's ``GPTModel``, on a CPU as on a GPU, through its extension points only.
+
+Three parts of the stock local spec need CUDA and are replaced: the core attention (a submodule of the layer spec), the
+rotary embedding (a subclass) and the loss (a method).  Megatron's global state, RNG tracker, recompute and
+distributed optimizer are not used; process groups are passed explicitly.  Written for megatron-core 0.16.1; the
+signatures used here are the same in 0.19.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from impl.models.catalogue import ModelConfig
+from impl.models.cross_entropy import vocabulary_parallel_cross_entropy
+
+_TENSOR_PARALLEL_GROUPS = {"tp", "mp", "tp_cp", "tp_dp_cp", "expt_tp", "tp_ep", "tp_ep_pp"}
+
+
+class SDPACoreAttention(MegatronModule):
+    """Causal attention by ``torch``'s scaled dot product: ``[s, b, heads, d]`` to ``[s, b, heads * d]``.
+
+    The kernel that ``transformers`` calls too, on every device.  No dropout, no packed sequences.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return the attended values ``[s, b, heads * d]``; ``key`` and ``value`` may have fewer heads."""
+        if attention_mask is not None or packed_seq_params is not None:
+            raise NotImplementedError("only the causal mask over whole sequences is supported")
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        grouped = q.size(1) != k.size(1)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+        return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+class DeviceRotary(RotaryEmbedding):
+    """Rotary embedding that computes its fp32 angles on the CPU and puts them on ``device``, whichever that is."""
+
+    def __init__(self, kv_channels: int, rotary_base: float, cp_group: dist.ProcessGroup, device: torch.device) -> None:
+        # rotary_base is declared int but only ever a base of powers
+        super().__init__(
+            kv_channels,
+            rotary_percent=1.0,
+            rotary_base=rotary_base,  # type: ignore[arg-type]
+            use_cpu_initialization=True,
+            cp_group=cp_group,
+        )
+        self.device = device
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angles ``[max_seq_len, 1, 1, d]`` of positions ``offset`` onwards."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :].to(self.device)
+
+
+class PortableGPT(GPTModel):
+    """The model of ``catalogued``; further arguments, such as ``pre_process``, go to ``GPTModel``.
+
+    Its ``named_parameters()`` are ``catalogued.parameters(tp)``, as shards, in that order.
+    """
+
+    def __init__(
+        self,
+        catalogued: ModelConfig,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+        **arguments: Any,
+    ) -> None:
+        arch = catalogued.arch
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_layer_spec(arch.qk_norm),
+            vocab_size=catalogued.padded_vocab(groups.tp.size()),
+            max_sequence_length=arch.max_position_embeddings,
+            share_embeddings_and_output_weights=arch.tie_word_embeddings,
+            position_embedding_type="rope",
+            pg_collection=groups,
+            **arguments,
+        )
+        self.catalogued = catalogued
+        self.rotary_pos_emb = DeviceRotary(arch.head_dim, arch.rope_parameters.rope_theta, groups.cp, device)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the loss ``[b, s]`` of ``labels [b, s]`` under this rank's ``logits [s, b, columns]``."""
+        target = labels.transpose(0, 1).contiguous()
+        vocabulary = self.catalogued.arch.vocab_size
+        return vocabulary_parallel_cross_entropy(logits, target, vocabulary, self.pg_collection.tp).transpose(0, 1)
+
+
+def build_model(
+    config: ModelConfig, tp_group: dist.ProcessGroup, *, dtype: torch.dtype, device: torch.device | str
+) -> PortableGPT:
+    """Return this tensor-parallel rank's part of the model, with weights not initialised.
+
+    Every rank of ``tp_group`` must call (ranks do not wait for each other).  ``dtype`` is that of all parameters.
+    The device ``meta`` gives shapes only.  Raises :class:`ConfigError` if the group's size does not fit the model.
+    """
+    config.check(tp_group.size())
+    device = torch.device(device)
+    with device:
+        model = PortableGPT(config, _transformer_config(config, tp_group.size(), dtype), _groups(tp_group), device)
+    model.to(dtype=dtype)  # Megatron leaves norms in fp32
+    _check_layout(model, config, tp_group.size())
+    return model
+
+
+def loss(model: PortableGPT, tokens: Tensor) -> Tensor:
+    """Return the scalar fp32 mean cross-entropy of predicting each token from those before it.
+
+    tokens: ``[b, s + 1]`` int64, identical on all tensor-parallel ranks, which must all call.  Gradients are complete
+    on each rank except for parameters that are ``partial_over_tp``, which must be summed over the group.
+    """
+    vocabulary = model.catalogued.arch.vocab_size
+    # on a GPU the check would wait for the device; there the embedding kernel itself asserts
+    if tokens.device.type == "cpu" and (tokens.min() < 0 or tokens.max() >= vocabulary):
+        raise ValueError(f"token ids must lie in 0..{vocabulary - 1}, found {int(tokens.min())}..{int(tokens.max())}")
+    return model(input_ids=tokens[:, :-1], position_ids=None, attention_mask=None, labels=tokens[:, 1:]).mean()
+
+
+@torch.no_grad()
+def logits(model: PortableGPT, tokens: Tensor) -> Tensor:
+    """Return the logits ``[b, s, vocabulary]`` of ``tokens [b, s]``, padding removed, without a gradient.
+
+    Collective over the tensor-parallel group.
+    """
+    local = model(input_ids=tokens, position_ids=None, attention_mask=None).contiguous()
+    group = model.pg_collection.tp
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local, group=group)
+    return torch.cat(parts, dim=-1)[..., : model.catalogued.arch.vocab_size]
+
+
+def _layer_spec(qk_norm: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    submodules: Any = spec.submodules
+    submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    return spec
+
+
+def _transformer_config(config: ModelConfig, tp: int, dtype: torch.dtype) -> TransformerConfig:
+    arch = config.arch
+    return TransformerConfig(
+        num_layers=arch.num_hidden_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.intermediate_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_key_value_heads,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_norm_eps,
+        qk_layernorm=arch.qk_norm,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        use_cpu_initialization=True,  # no device named in Megatron's allocations: ours applies
+        perform_initialization=False,  # impl.models.weights draws the same values under every TP degree
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # fusions need CUDA, or torch.compile on a CPU, and change rounding
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def _groups(tp_group: dist.ProcessGroup) -> ProcessGroupCollection:
+    """Return Megatron's groups: ``tp_group`` where tensor parallelism counts, and this rank alone elsewhere."""
+    alone = tp_group
+    if tp_group.size() > 1:
+        # only this rank takes part, so nobody waits; the other ranks make their own
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = ProcessGroupCollection()
+    for field in fields(ProcessGroupCollection):
+        # hcp is a list in every version; it is for hierarchical context parallelism only
+        value = [alone] if field.name == "hcp" else tp_group if field.name in _TENSOR_PARALLEL_GROUPS else alone
+        setattr(groups, field.name, value)
+    return groups
+
+
+def _check_layout(model: PortableGPT, config: ModelConfig, tp: int) -> None:
+    """Raise RuntimeError if another megatron-core version registers other parameters than the catalogue says."""
+    built = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    expected = [(spec.name, spec.local_shape(tp)) for spec in config.parameters(tp)]
+    if built != expected:
+        a, b = next(((a, b) for a, b in zip(built, expected, strict=False) if a != b), (len(built), len(expected)))
+        raise RuntimeError(f"this megatron-core version lays {config.name} out otherwise: {a} where {b} was expected")
