@@ -80,9 +80,10 @@ def warnings(balance: dict[str, Any]) -> list[str]:
             found.append(f"{what}: the busiest DP rank has {value:.2f} times the mean (limit {WARN_ABOVE})")
     if balance["idle_ranks"]:
         found.append(f"{balance['idle_ranks']} of {balance['dp']} DP ranks own no matrix")
-    if balance["over_capacity"]:
-        count, capacity = len(balance["over_capacity"]), balance["options"]["capacity_bytes"]
-        found.append(f"{count} matrices are larger than the micro-group capacity of {capacity} bytes")
+    if over := balance["over_capacity"]:
+        names = ", ".join(over[:3]) + (f" and {len(over) - 3} more" if len(over) > 3 else "")
+        capacity = balance["options"]["capacity_bytes"]
+        found.append(f"larger than the micro-group capacity of {capacity} bytes, so in groups of their own: {names}")
     return found
 
 
