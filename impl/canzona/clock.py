@@ -19,14 +19,22 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
+        self._running: list[str] = []
+
+    @property
+    def phase(self) -> str:
+        """The innermost phase that is running, empty if none is."""
+        return self._running[-1] if self._running else ""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time the body as part of ``phase``."""
         begin = self._now()
+        self._running.append(phase)
         try:
             yield
         finally:
+            self._running.pop()
             self._seconds[phase] += self._now() - begin
 
     def reset(self) -> None:

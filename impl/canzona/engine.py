@@ -128,7 +128,8 @@ class Engine:
                 optimizer = self._optimizers[buffer.family.name]
                 factor = 1.0 if optimizer.scale_invariant else scale
                 (self._step_atomic if buffer.family.atomic else self._step_elementwise)(buffer, optimizer, lr, factor)
-        self._synchronizer.start()
+        with self.clock("param_sync"):
+            self._synchronizer.start()
         self._reducer.clear()
         return StepInfo(norm, scale)
 

@@ -57,8 +57,7 @@ class ParameterSynchronizer:
         for key, bucket in self._order:
             self._pending[key] = self._comm.all_gather(self._buffers[key[0]].parameters, bucket.cuts, PHASE)
         if self._once:
-            with self._clock(PHASE):
-                self._gather_once()
+            self._gather_once()
 
     def wait(self) -> None:
         """Wait for every bucket."""
