@@ -208,6 +208,18 @@ def load(path: str | Path) -> Experiment:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def all_runs(folder: str | Path, tier: str) -> dict[str, tuple[Run, ...]]:
+    """Return the runs of every experiment in ``folder`` on ``tier`` by the file's name.
+
+    Files without ``kind`` are not made of runs and are left out.  Raises :class:`ConfigError`.
+    """
+    return {
+        path.stem: load(path).runs(tier)
+        for path in sorted(Path(folder).glob("*.yaml"))
+        if isinstance(data := load_yaml(path), dict) and "kind" in data
+    }
+
+
 def find_run(path: str | Path, tier: str, run_id: str) -> Run:
     """Return the run ``run_id`` of an experiment's file on ``tier``; raises :class:`ConfigError` if it has none."""
     runs = {run.id: run for run in load(path).runs(tier)}

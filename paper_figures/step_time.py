@@ -1,0 +1,199 @@
+"""Time, bytes and optimizer state of one step under each system: table and figure of the ``step_time`` experiment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import common, markdown, style
+from paper_figures.statistics import Estimate, median, paired_ratio
+
+REFERENCE = "sc"
+SUBJECT = "canzona"
+MINIMUM_N = 5
+"""Below this many repetitions no verdict is given."""
+MAIN_PHASES = ("forward_backward", "optimizer_step", "iteration")
+PHASES = {
+    "forward_backward": "forward + backward",
+    "grad_norm": "gradient norm",
+    "optimizer_step": "optimizer step",
+    "param_sync": "parameter sync",
+    "iteration": "iteration",
+}
+AXES = {"dp": "DP", "tp": "TP"}
+PLOTTED = ("optimizer_step", "iteration")
+
+
+def times(frame: pd.DataFrame, system: str, phase: str) -> dict[int, float]:
+    """Return the seconds of ``phase`` of ``system`` by repetition."""
+    chosen = common.where(frame, system=system, quantity="time", phase=phase)
+    pairs = zip(common.numbers(chosen, "repetition"), common.numbers(chosen, "value"), strict=True)
+    return {int(r): float(v) for r, v in pairs if math.isfinite(r)}
+
+
+def milliseconds(frame: pd.DataFrame, system: str, phase: str) -> np.ndarray:
+    """Return the times of ``phase`` of ``system`` in milliseconds, one per repetition."""
+    return 1e3 * np.array(list(times(frame, system, phase).values()), dtype=float)
+
+
+def ratio(frame: pd.DataFrame, system: str, reference: str, phase: str) -> Estimate:
+    """Return the paired ratio of ``phase`` between two systems over the repetitions that both have."""
+    ours, theirs = times(frame, system, phase), times(frame, reference, phase)
+    both = [r for r in ours if r in theirs]
+    return paired_ratio([ours[r] for r in both], [theirs[r] for r in both])
+
+
+def verdict(estimate: Estimate) -> str:
+    """Return what a paired ratio of times shows about its numerator."""
+    if estimate.n < MINIMUM_N:
+        return f"no verdict below n = {MINIMUM_N}"
+    if estimate.high < 1:
+        return "faster"
+    return "slower" if estimate.low > 1 else "no difference shown"
+
+
+def main_table(frame: pd.DataFrame) -> str:
+    """Return the Markdown table of the times that matter most: one row per mesh and system."""
+    return times_table(frame, MAIN_PHASES, against=REFERENCE)
+
+
+def times_table(frame: pd.DataFrame, phases: Sequence[str], against: str | None = None) -> str:
+    """Return the Markdown table of the times of ``phases``, and the optimizer step's ratio to system ``against``."""
+    header = ["mesh", "system", *(f"{PHASES[phase]}, ms" for phase in phases)]
+    header += ["optimizer step / SC", "n"] if against else ["n"]
+    rows = []
+    for mesh, on_mesh in common.meshes(frame):
+        for system, name in common.systems(on_mesh):
+            status = common.status_of(common.where(on_mesh, system=system))
+            cells = [median(milliseconds(on_mesh, system, phase)) for phase in phases]
+            texts = [markdown.estimate(cell, 1) for cell in cells]
+            if against:
+                texts.append(markdown.estimate(ratio(on_mesh, system, against, "optimizer_step")))
+            texts = texts if status == common.DONE else [status] * len(texts)
+            rows.append([mesh, name, *texts, str(cells[0].n)])
+    return markdown.table(header, rows)
+
+
+def comparison_table(frame: pd.DataFrame) -> str:
+    """Return the Markdown table of Canzona's optimizer step against every other system."""
+    rows = []
+    for mesh, on_mesh in common.meshes(frame):
+        for system, name in common.systems(on_mesh):
+            if system == SUBJECT:
+                continue
+            against = ratio(on_mesh, SUBJECT, system, "optimizer_step")
+            rows.append([mesh, name, markdown.estimate(against), str(against.n), verdict(against)])
+    return markdown.table(["mesh", "Canzona against", "time ratio", "n", "Canzona is"], rows)
+
+
+def bytes_table(frame: pd.DataFrame) -> str:
+    """Return the Markdown table of the logical bytes that rank 0 sends per step, by phase and axis of the mesh."""
+    counted = common.where(frame, quantity="bytes")
+    phases = [phase for (phase,) in common.distinct(counted, "phase")]
+    rows = []
+    for mesh, on_mesh in common.meshes(counted):
+        for system, name in common.systems(on_mesh):
+            mine = common.where(on_mesh, system=system)
+            rows.append([mesh, name, *(_by_axis(common.where(mine, phase=phase)) for phase in phases)])
+    return markdown.table(["mesh", "system", *phases], rows) if rows else ""
+
+
+def state_table(frame: pd.DataFrame) -> str:
+    """Return the Markdown table of fp32 masters and optimizer state: the fullest rank and the sum over ranks."""
+    counted = common.where(frame, quantity="state")
+    rows = []
+    for mesh, on_mesh in common.meshes(counted):
+        for system, name in common.systems(on_mesh):
+            mine = common.where(on_mesh, system=system)
+            cells = []
+            for part in ("master", "state"):
+                values = common.numbers(common.where(mine, phase=part), "value")
+                cells += [markdown.size(values.max(initial=0)), markdown.size(values.sum())]
+            rows.append([mesh, name, *cells])
+    header = ["mesh", "system", "master, fullest rank", "all ranks", "state, fullest rank", "all ranks"]
+    return markdown.table(header, rows) if rows else ""
+
+
+def table(frame: pd.DataFrame) -> str:
+    """Return the Markdown document of the experiment from its tidy ``frame``."""
+    blocks = [
+        f"{common.subject(frame)}. All numbers are **measured** in this run. Times are medians over n "
+        "repetitions with the interquartile interval; the systems alternate within one job. The optimizer step "
+        "includes the exchange over TP. `optimizer step / SC` is the median of the ratios to SC of the same "
+        "repetition, with its 95 % bootstrap interval; below 1 is faster.",
+        main_table(frame),
+    ]
+    if any(shared for (shared,) in common.distinct(frame, "shared_cores")):
+        blocks.append("*shared cores*: more ranks than CPU cores, so these times say nothing about scaling.")
+    blocks += ["## All phases (measured)", times_table(frame, list(PHASES))]
+    blocks += ["## Canzona's optimizer step against the others (measured, paired)", comparison_table(frame)]
+    bytes_ = bytes_table(frame)
+    if bytes_:
+        blocks += ["## Bytes per step, rank 0, by axis of the mesh (measured)", bytes_]
+    state = state_table(frame)
+    if state:
+        blocks += ["## Masters and optimizer state (measured)", state]
+    blocks += [common.problems(frame), common.provenance(frame)]
+    return markdown.document("Time of one step", *blocks)
+
+
+def figure(frame: pd.DataFrame) -> Figure:
+    """Return the figure: optimizer step and iteration per mesh and system, every repetition as a dot."""
+    style.apply()
+    groups = common.meshes(frame)
+    names = [name for _, name in common.systems(frame)]
+    colours = style.palette(names)
+    height = 0.5 + len(PLOTTED) * (0.7 + 0.2 * len(names))
+    result = Figure(figsize=(style.TWO_COLUMNS_IN, height), layout="constrained")
+    axes = result.subplots(len(PLOTTED), len(groups), squeeze=False, sharey=True)
+    for row, phase in enumerate(PLOTTED):
+        for column, (mesh, on_mesh) in enumerate(groups):
+            axis = axes[row][column]
+            _draw(axis, on_mesh, phase, names, colours)
+            axis.set_xlabel(f"{PHASES[phase]}, ms")
+            axis.set_ylabel("")
+            if row == 0:
+                axis.set_title(mesh)
+    result.suptitle("Measured; bar: median, line: quartiles, dots: repetitions", fontsize=8)
+    return result
+
+
+def _draw(axis: Axes, frame: pd.DataFrame, phase: str, names: list[str], colours: dict[str, tuple]) -> None:
+    present = {name: system for system, name in common.systems(frame)}
+    largest = 0.0
+    for position, name in enumerate(names):
+        values = milliseconds(frame, present[name], phase) if name in present else np.array([])
+        middle = median(values)
+        if middle.n == 0:
+            text = common.status_of(common.where(frame, system_name=name)) if name in present else "not run here"
+            axis.text(
+                0.02, position, text, transform=axis.get_yaxis_transform(), va="center", fontsize=7, style="italic"
+            )
+            continue
+        axis.barh(position, middle.value, height=0.7, color=colours[name], alpha=0.55)
+        axis.plot([middle.low, middle.high], [position] * 2, color="black", linewidth=1.0, zorder=3)
+        largest = max(largest, float(values.max()))
+        sns.stripplot(x=list(values), y=[position] * len(values), orient="h", native_scale=True, size=1.8, jitter=0.15,
+                      color=colours[name], ax=axis, zorder=2, legend=False)  # fmt: skip
+    axis.set_xlim(0, 1.05 * largest if largest else 1)
+    if not largest:
+        axis.set_xticks([])
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.grid(axis="y", visible=False)
+
+
+def _by_axis(rows: pd.DataFrame) -> str:
+    if rows.empty:
+        return markdown.DASH
+    parts = []
+    for (axis,) in common.distinct(rows, "axis"):
+        count = float(common.numbers(common.where(rows, axis=axis), "value").sum())
+        parts += [f"{AXES.get(axis, axis)} {markdown.size(count)}"] if count else []
+    return " + ".join(parts) or "0"

@@ -1,0 +1,71 @@
+# Records to a tidy table, the tidy table to a Markdown table and a figure.
+localrules:
+    tidy,
+    table,
+    figure,
+
+
+rule tidy:
+    input:
+        records=manifests,
+        experiment=ancient(f"{EXPERIMENTS}/{{experiment}}.yaml"),
+    output:
+        parquet=f"{HERE}/{{experiment}}.parquet",
+        csv=f"{HERE}/{{experiment}}.csv",
+    log:
+        f"{HERE}/logs/tidy.log",
+    wildcard_constraints:
+        experiment="|".join(RUNS),
+    conda:
+        "../envs/ricercar.yaml"
+    resources:
+        mem_mb=1000,
+        runtime=5,
+    params:
+        runs=f"{HERE}/runs",
+    shell:
+        "python -m impl tidy --experiment {input.experiment:q} --tier {wildcards.tier} --runs {params.runs:q}"
+        " --out {output.parquet:q} > {log:q} 2>&1"
+
+
+rule table:
+    input:
+        f"{HERE}/{{experiment}}.parquet",
+    output:
+        report(
+            f"{HERE}/{{experiment}}.md",
+            caption="../report/table.rst",
+            category="{experiment}",
+            labels={"what": "table"},
+        ),
+    log:
+        f"{HERE}/logs/table.log",
+    conda:
+        "../envs/ricercar.yaml"
+    resources:
+        mem_mb=1000,
+        runtime=5,
+    shell:
+        "python -m paper_figures table {wildcards.experiment} --in {input:q} --out {output:q} > {log:q} 2>&1"
+
+
+rule figure:
+    input:
+        f"{HERE}/{{experiment}}.parquet",
+    output:
+        pdf=f"{HERE}/{{experiment}}.pdf",
+        png=report(
+            f"{HERE}/{{experiment}}.png",
+            caption="../report/figure.rst",
+            category="{experiment}",
+            labels={"what": "figure"},
+        ),
+    log:
+        f"{HERE}/logs/figure.log",
+    conda:
+        "../envs/ricercar.yaml"
+    resources:
+        mem_mb=1000,
+        runtime=5,
+    shell:
+        "python -m paper_figures figure {wildcards.experiment} --in {input:q} --out {output.pdf:q} > {log:q} 2>&1"
