@@ -8,23 +8,37 @@ signatures used here are the same in 0.19.2.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
 from impl.models.catalogue import ModelConfig
 from impl.models.cross_entropy import vocabulary_parallel_cross_entropy
+
+
+@contextlib.contextmanager
+def _without_megatrons_warnings() -> Iterator[None]:
+    """Leave out Megatron's own warnings: on every rank, of parts that are not used here (Apex, CUDA graphs)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        yield
+
+
+with _without_megatrons_warnings():
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _TENSOR_PARALLEL_GROUPS = {"tp", "mp", "tp_cp", "tp_dp_cp", "expt_tp", "tp_ep", "tp_ep_pp"}
 
@@ -122,7 +136,7 @@ def build_model(
     """
     config.check(tp_group.size())
     device = torch.device(device)
-    with device:
+    with device, _without_megatrons_warnings():
         model = PortableGPT(config, _transformer_config(config, tp_group.size(), dtype), _groups(tp_group), device)
     model.to(dtype=dtype)  # Megatron leaves norms in fp32
     _check_layout(model, config, tp_group.size())

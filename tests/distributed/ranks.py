@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -53,6 +54,19 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
                     process.kill()
                     process.join()
         return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(world)]
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """Make the test's own process a gloo world of one rank and yield its group."""
+    with tempfile.TemporaryDirectory(prefix="rank-") as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            group = dist.group.WORLD
+            assert group is not None
+            yield group
+        finally:
+            dist.destroy_process_group()
 
 
 def _rank(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str, timeout: float):
