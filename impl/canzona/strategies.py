@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,8 +20,8 @@ DEFAULT_CAPACITY_BYTES = 400 * 2**20 * 4
 class Cost(Protocol):
     """What a planner asks of an optimizer (see :class:`impl.optimizers.base.Optimizer`); shapes are whole tensors."""
 
-    name: str
-    atomic: bool
+    name: ClassVar[str]
+    atomic: ClassVar[bool]
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """Operations of one update."""

@@ -1,0 +1,57 @@
+"""``python -m impl balance``: the table of how even every plan of an experiment is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from impl.errors import ConfigError
+from impl.harness.balance_spec import load, rows, table
+
+HELP = "plan every model, mesh and system of an experiment and write the balance table"
+HEARTBEAT_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--config", required=True, type=Path, help="the experiment, experiments/balance.yaml")
+    parser.add_argument("--tier", default="laptop", help="ci, laptop (default), gpu1, node8 or cluster")
+    parser.add_argument("--out", required=True, type=Path, help="folder for balance.parquet and balance.csv")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the table; returns 0."""
+    spec = load(args.config)
+    total = sum(1 for _ in spec.cases(args.tier))
+    found, started, shown = [], time.monotonic(), time.monotonic()
+    for row in rows(spec, args.tier):
+        found.append(row)
+        if time.monotonic() - shown >= HEARTBEAT_S:
+            shown = time.monotonic()
+            left = (shown - started) / len(found) * (total - len(found))
+            print(f"balance: {len(found)} of {total} plans, about {left:.0f} s left", flush=True)
+    frame = table(found)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.out / "balance.parquet", lambda path: frame.to_parquet(path, index=False))
+        write_atomically(args.out / "balance.csv", lambda path: frame.to_csv(path, index=False))
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    for reason in dict.fromkeys(row["reason"] for row in found if row["status"] == "skipped"):
+        print(f"balance: skipped {reason}")
+    done = sum(row["status"] == "done" for row in found)
+    print(f"balance: {done} plans [planned] in {time.monotonic() - started:.1f} s -> {args.out / 'balance.parquet'}")
+    return 0
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a file beside ``path``, then put it in its place: no half-written file is ever seen."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

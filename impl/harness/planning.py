@@ -1,0 +1,66 @@
+"""From names to a plan: the model's parameters, their optimizers, the plan and its balance."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from impl.canzona import balance
+from impl.canzona.plan import Plan
+from impl.canzona.strategies import PlanOptions, make_plan, registry
+from impl.errors import ConfigError, unknown
+from impl.models.catalogue import ModelConfig
+from impl.models.parameters import ParamSpec
+from impl.optimizers.base import Optimizer, create
+from impl.optimizers.routing import route
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is planned: the trainable parameters of a model on ``tp`` ranks, and the optimizer of each."""
+
+    model: str
+    optimizer: str
+    tp: int
+    parameters: tuple[ParamSpec, ...]
+    costs: tuple[Optimizer, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with its balance report (JSON fields of ``impl plan``)."""
+
+    plan: Plan
+    report: dict[str, Any]
+
+
+def workload(config: ModelConfig, optimizer: str, tp: int) -> Workload:
+    """Return the workload of ``config`` with ``optimizer`` for its matrices and AdamW for the rest.
+
+    Raises :class:`ConfigError` if ``tp`` does not fit the model or the optimizer is unknown.
+    """
+    if tp < 1:
+        raise ConfigError(f"--tp {tp}: give the number of tensor-parallel ranks, at least 1")
+    parameters = config.parameters(tp)
+    routes = route(parameters, optimizer)
+    used = {name: create(name) for name in {r.optimizer for r in routes} if name is not None}
+    costs = tuple(used[r.optimizer] for r in routes if r.optimizer is not None)
+    return Workload(config.name, optimizer, tp, parameters, costs)
+
+
+def plan_workload(load: Workload, strategy: str, dp: int, options: PlanOptions) -> Planned:
+    """Return the plan of ``strategy`` for ``dp`` ranks and its report; ``plan_seconds`` is the planning alone.
+
+    Raises :class:`ConfigError` for an unknown strategy or ``dp`` below 1.
+    """
+    if dp < 1:
+        raise ConfigError(f"--dp {dp}: give the number of data-parallel ranks, at least 1")
+    known = registry()  # imports every planner before the clock starts
+    if strategy not in known:
+        raise unknown("strategy", strategy, known)
+    start = time.perf_counter()
+    plan = make_plan(strategy, load.parameters, load.costs, dp, load.tp, options)
+    seconds = time.perf_counter() - start
+    report = balance.report(plan, load.costs, seconds)
+    return Planned(plan, {"model": load.model, "optimizer": load.optimizer, **report})
