@@ -11,14 +11,12 @@ import importlib
 from collections.abc import Mapping
 from types import ModuleType
 
-import torch
 from torch import Tensor, nn
 
 from impl.canzona.buffers import FamilyBuffer
-from impl.canzona.engine import Engine, EngineOptions, StepInfo
+from impl.canzona.engine import Engine, EngineOptions
 from impl.canzona.exchange import Exchange, run_pipelined
 from impl.canzona.mesh import Mesh
-from impl.canzona.norm import clip_scale, global_norm
 from impl.canzona.plan import EVERY, MicroGroup, Plan
 from impl.errors import ConfigError
 from impl.optimizers.base import Optimizer, State
@@ -56,7 +54,7 @@ class LiveLayerWise(Engine):
                 parameter = buffer.module_parameters[slot.parameter]
                 parameter.main_grad = buffer.gradient(slot.start, slot.end)  # type: ignore[attr-defined]
                 self._home[parameter] = buffer, slot.parameter
-            bases.append(megatron.RuleOptimizer(parameters, self._update, self.options.weight_decay))
+            bases.append(megatron.RuleOptimizer(parameters, self._rule, self.options.weight_decay))
         self.layer_wise = megatron.PortableLayerWise(bases, mesh.dp_group)
         self._check_owners()
         self.layer_wise.attach(self._master, self._state)
@@ -69,27 +67,18 @@ class LiveLayerWise(Engine):
         lists = enumerate(self.layer_wise.owned_by_rank)
         return {names[self._home[p][1]]: rank for rank, parameters in lists for p in parameters}
 
-    @torch.no_grad()
-    def step(self, lr: float) -> StepInfo:
-        """Finish the reductions, let Megatron update what this rank owns and gather the new parameters."""
-        with self.clock("grad_reduce"):
-            self._reducer.wait()
-            self._sum_partial_gradients()
-        with self.clock("grad_norm"):
-            norm = global_norm(self._buffers, self.plan, self.mesh, self._world)
-        scale = clip_scale(norm, self.options.clip)
-        self._step += 1
-        with self.clock("optimizer_step"):
-            self._clip(scale)
-            for group in self.layer_wise.param_groups:
-                group["lr"] = lr
-            self.layer_wise.prepare_grads()
-            self.layer_wise.step_with_ready_grads()
-        with self.clock("param_sync"):
-            self.layer_wise.allgather_params()
+    def _update(self, lr: float, scale: float) -> None:
+        """Let Megatron update what this rank owns."""
+        self._clip(scale)
+        for group in self.layer_wise.param_groups:
+            group["lr"] = lr
+        self.layer_wise.prepare_grads()
+        self.layer_wise.step_with_ready_grads()
+
+    def _publish(self) -> None:
+        """Let Megatron gather the new parameters, here and now."""
+        self.layer_wise.allgather_params()
         self._count_gather()
-        self._reducer.clear()
-        return StepInfo(norm, scale)
 
     def _clip(self, scale: float) -> None:
         for buffer in self._buffers:
@@ -125,7 +114,7 @@ class LiveLayerWise(Engine):
         state = self._states[name]
         return state if buffer.family.atomic else {key: tensor[low:high] for key, tensor in state.items()}
 
-    def _update(self, master: nn.Parameter, gradient: Tensor, state: State) -> Tensor:
+    def _rule(self, master: nn.Parameter, gradient: Tensor, state: State) -> Tensor:
         buffer, index = self._home[master]
         rule = self._optimizers[buffer.family.name]
         if not buffer.family.atomic:

@@ -124,12 +124,9 @@ class Engine:
         scale = clip_scale(norm, self.options.clip)
         self._step += 1
         with self.clock("optimizer_step"):
-            for buffer in self._buffers:
-                optimizer = self._optimizers[buffer.family.name]
-                factor = 1.0 if optimizer.scale_invariant else scale
-                (self._step_atomic if buffer.family.atomic else self._step_elementwise)(buffer, optimizer, lr, factor)
+            self._update(lr, scale)
         with self.clock("param_sync"):
-            self._synchronizer.start()
+            self._publish()
         self._reducer.clear()
         return StepInfo(norm, scale)
 
@@ -158,6 +155,17 @@ class Engine:
                     shape = self.plan.parameters[run.parameter].shape
                     states[run.name] = optimizer.init_state(shape, self.mesh.device)
         return states
+
+    def _update(self, lr: float, scale: float) -> None:
+        """Update what this rank owns; the gradients of scale-dependent optimizers are first multiplied by ``scale``."""
+        for buffer in self._buffers:
+            optimizer = self._optimizers[buffer.family.name]
+            factor = 1.0 if optimizer.scale_invariant else scale
+            (self._step_atomic if buffer.family.atomic else self._step_elementwise)(buffer, optimizer, lr, factor)
+
+    def _publish(self) -> None:
+        """Start to bring the new parameters to the other DP ranks."""
+        self._synchronizer.start()
 
     def _step_elementwise(self, buffer: FamilyBuffer, optimizer: Optimizer, lr: float, factor: float) -> None:
         for run in buffer.runs:
