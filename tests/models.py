@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import transformers
 from torch import Tensor
 
 from impl.models import catalogue
@@ -18,6 +17,9 @@ def variant(name: str, **fields: object) -> ModelConfig:
     """Return the catalogue's model ``name`` with other ``transformers`` fields."""
     data = catalogue.load(name).model_dump()
     data["transformers"].update(fields)
+    if data["transformers"]["tie_word_embeddings"]:
+        # the embedding is the head too: at 0.5 logits reach 25, where neighbouring fp32 numbers are 2e-6 apart
+        data["init"]["embedding"] = 0.06
     return ModelConfig(**data)
 
 
@@ -37,6 +39,8 @@ def tokens(config: ModelConfig, seed: int = 0, batch: int = 3, length: int = 33)
 
 def hf_twin(config: ModelConfig, whole, dtype: torch.dtype = torch.float32):
     """Return ``transformers``' model with the ``whole`` parameters of ours."""
+    import transformers  # here, because ranks that import this module do without its seconds
+
     model = transformers.AutoModelForCausalLM.from_config(config.hf_config(), attn_implementation="sdpa").to(dtype)
     state = {name: t for spec, w in whole for name, t in to_hf(config, spec, w).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)

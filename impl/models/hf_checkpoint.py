@@ -40,6 +40,19 @@ _DECISIVE = (
 )
 
 
+def check_hf(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
+    """Return the file of each tensor of a Hugging Face folder that fits ``config``; reads no tensor.
+
+    Raises :class:`ConfigError` as :func:`load_hf` does.
+    """
+    folder = Path(folder)
+    _check_config(folder, config)
+    files = _tensor_files(folder)
+    wanted = {name: shape for spec in config.parameters(1) for name, shape in hf_shapes(config, spec).items()}
+    _check_tensors(folder, files, wanted, tied=config.arch.tie_word_embeddings)
+    return files
+
+
 @torch.no_grad()
 def load_hf(folder: str | Path, model: nn.Module, config: ModelConfig, tp_rank: int, tp: int) -> None:
     """Fill ``model``, the part of tensor-parallel rank ``tp_rank`` of ``tp``, from a Hugging Face folder.
@@ -49,12 +62,8 @@ def load_hf(folder: str | Path, model: nn.Module, config: ModelConfig, tp_rank: 
     Raises :class:`ConfigError`, before the model is touched, if ``config.json`` describes another architecture, if
     there are no safetensors, or if a tensor is missing, misshapen or unknown; its name is in the message.
     """
-    folder = Path(folder)
-    _check_config(folder, config)
-    files = _tensor_files(folder)
+    files = check_hf(folder, config)
     specs = config.parameters(tp)
-    wanted = {name: shape for spec in specs for name, shape in hf_shapes(config, spec).items()}
-    _check_tensors(folder, files, wanted, tied=config.arch.tie_word_embeddings)
     local = dict(model.named_parameters())
     for spec in specs:
         tensors = {name: _read(files[name], name) for name in hf_shapes(config, spec)}

@@ -19,6 +19,9 @@ from impl.models.hf_layout import RESIDUAL_OUTPUTS, from_hf, hf_names, hf_shapes
 from impl.models.parameters import ParamSpec
 from impl.models.sharding import shard, unshard
 
+# the newer name of the same collective; the older one warns from torch 2.13 on
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 __all__ = ["initialize", "load_hf", "params_digest", "save_hf", "whole_parameters"]
 
 
@@ -51,7 +54,7 @@ def whole_parameters(
         part = local[spec.name].detach()
         if tp > 1 and spec.tp_dim is not None:
             parts = part.new_empty(tp * part.numel())
-            dist.all_gather_into_tensor(parts, part.flatten(), group=tp_group)
+            _all_gather(parts, part.flatten(), group=tp_group)
             yield spec, unshard(parts.view(tp, *part.shape).unbind(), spec)
         else:
             yield spec, part
