@@ -1,0 +1,169 @@
+"""The life of one rank process around the function that does its work.
+
+``python -m impl.harness.worker AGENT_PID FOLDER MODULE:FUNCTION`` under torchrun's agent.  The function is called with
+a :class:`Rank`.  If it raises, ``rank-R.error.json`` holds what and where, and the process ends at once, without
+waiting for other ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from impl.harness.processes import die_with_parent
+from impl.harness.record import CorruptRecord, RunFolder, Spec, load_config, write_atomically
+
+if TYPE_CHECKING:
+    import torch
+
+    from impl.harness.spec import Frozen, RuntimeSpec
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank process knows about itself before it joins the others.
+
+    folder: of the run.
+    local_rank, local_ranks: number among the ranks of this machine, and how many these are.
+    terminal: where rank 0 reports progress; None on other ranks.
+    """
+
+    folder: RunFolder
+    rank: int
+    local_rank: int
+    local_ranks: int
+    terminal: TextIO | None
+
+    def settings(self, cls: type[Frozen]) -> Any:
+        """Return the run's settings, from its ``config.yaml``."""
+        return load_config(self.folder.path, cls)
+
+    def join(self, device_type: str, runtime: RuntimeSpec) -> torch.device:
+        """Apply ``runtime``, enter the default process group (NCCL for ``cuda``, gloo for ``cpu``), return the device.
+
+        All ranks must call.  A collective that takes longer than the time-out raises.
+        """
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(runtime.threads)
+        torch.use_deterministic_algorithms(runtime.deterministic)
+        # a debugging aid that costs time, nothing else; torch sets the attribute dynamically
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", self.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=runtime.collective_timeout_s)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        return device
+
+
+def this_rank(folder: Path, terminal: TextIO) -> Rank:
+    """Return this process's :class:`Rank` from the environment that torchrun sets."""
+    rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return Rank(RunFolder(folder), rank, local, ranks, terminal if rank == 0 else None)
+
+
+def find(target: str) -> Callable[[Rank], None]:
+    """Return the function that ``module:function`` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def report_error(folder: Path, rank: int, error: BaseException) -> dict[str, Any]:
+    """Write ``rank-R.error.json``; return its content: status, time, type, message and traceback."""
+    report = {
+        "rank": rank,
+        "time": time.time(),
+        "status": _status(error),
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    write_atomically(folder / f"rank-{rank}.error.json", json.dumps(report))
+    return report
+
+
+def join_run(target: str, spec: Spec, folder: Path) -> int:
+    """Become a rank of a run that the user's own torchrun starts, on one machine or several; return the exit code.
+
+    Rank 0 claims the folder, which all machines must see.  A rank that fails writes the manifest itself.  Raises
+    :class:`impl.errors.ConfigError` on rank 0.
+    """
+    from impl.harness.record import EXIT_CODES, FINAL
+
+    die_with_parent(os.getppid())
+    me = this_rank(folder, sys.stdout)
+    run = me.folder
+    finished = run.claim(spec) if me.rank == 0 else run.manifest()
+    if finished is not None and finished.get("status") in FINAL and finished.get("config_digest") == spec.digest:
+        if me.rank == 0:
+            print(f"nothing to do: {run.path} is {finished['status']} with these settings")
+        return EXIT_CODES[finished["status"]]
+    if me.rank == 0:
+        run.begin()
+    run.hold_as_rank()
+    try:
+        find(target)(me)
+    except BaseException as error:
+        report = report_error(run.path, me.rank, error)
+        if run.manifest() is None:
+            run.finish(spec, report["status"], error=f"rank {me.rank}: {report['traceback']}")
+        _leave(f"rank {me.rank}: {error}", 1)
+    manifest = run.manifest() or {}
+    _leave("", EXIT_CODES.get(manifest.get("status", "done"), 1) if me.rank == 0 else 0)
+
+
+def main(parent: int, folder: Path, target: str) -> NoReturn:
+    """Run ``target`` as the rank that torchrun's agent ``parent`` started; never returns."""
+    terminal = os.fdopen(os.dup(1), "w")
+    me = this_rank(folder, terminal)
+    log = os.open(folder / f"rank-{me.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    me.folder.hold_as_rank()
+    (folder / f"rank-{me.rank}.pid").write_text(str(os.getpid()))
+    try:
+        find(target)(me)
+    except BaseException as error:
+        traceback.print_exc()
+        report_error(folder, me.rank, error)
+        _leave("", 1)
+    _leave("", 0)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    """End the process without destructors: those of process groups may wait for ranks that are gone."""
+    if message:
+        print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _status(error: BaseException) -> str:
+    import torch
+
+    if isinstance(error, CorruptRecord):
+        return "corrupt"
+    text = str(error)
+    memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    )
+    return "out-of-memory" if memory else "failed"
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))  # before the slow imports
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
