@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -154,3 +156,10 @@ def test_validator_refuses_a_matrix_without_or_with_a_wrong_host():
         validate(groups(plan, 0, (MicroGroup(first.parameters, (2, *first.hosts[1:])), *rest)))
     with pytest.raises(PlanError, match="one host"):
         validate(groups(plan, 0, (MicroGroup(first.parameters, first.hosts[1:]), *rest)))
+
+
+def test_planners_need_no_torch():
+    modules = "plan strategies layout partition costs families tp_groups canzona balance drawing".split()
+    names = [f"impl.canzona.{m}" for m in modules] + [f"baselines.{m}" for m in ("sc", "asc", "nv_layerwise")]
+    code = f"import sys, {', '.join(names)}; print(sorted({{'torch', 'matplotlib'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,5 +1,6 @@
 """Who owns what under each strategy: properties on random models, literal twins of the rules, NVIDIA's own cases."""
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -265,6 +266,77 @@ def test_padding_of_the_128_expert_case():
     n = 2688 * 1856
     assert packed_end([n] * 128, 100 * n, 32, "lpt-numel")[0] == [128 * n, 160 * n]
     assert packed_end([n] * 128, 100 * n, 32, "lpt-ns")[0] == [128 * n]
+
+
+RECORDED = [(64, 128), (256, 64), (192, 64), (64, 96)] * 2
+"""Matrices of a two-layer Qwen3 of width 64, four heads of 32 (two for keys and values), MLP 96."""
+
+
+def test_ping_pong_loads_as_recorded_from_megatron():
+    """The same model with tied embedding (128 x 64) and norms at DP=4: elements per rank under 0.16.1."""
+    p = problem(RECORDED, 4, vectors=[128 * 64, *[64, 32, 32, 64] * 2, 64])
+    loads = [0] * 4
+    for index, owner in nv.ping_pong(p).items():
+        loads[owner] += p.parameters[index].numel
+    assert loads == [28_832, 34_912, 14_432, 16_480]
+
+
+@pytest.mark.parametrize(("version", "buckets", "end"), [("lpt-numel", 3, 98_304), ("lpt-ns", 2, 90_112)])
+def test_packings_as_recorded_from_megatron(version, buckets, end):
+    """Two Qwen3 layers at DP=2 as 0.19.2 and main (August 2026) laid them out; 86016 real elements."""
+    p = problem(RECORDED, 2)
+    options = PlanOptions(nv_version=version, bucket_elements=20_000)
+    family = make_plan("nv-layerwise", p.parameters, p.costs, 2, 1, options).family("matrix")
+    assert sum(s.end - s.start for s in family.slots) == 86_016
+    assert (len(family.buckets), family.numel) == (buckets, end)
+
+
+def literal_lpt_ns(shapes, bucket_elements, dp):
+    """Megatron's packing by Newton-Schulz cost as its authors describe it: owners by parameter and bucket sizes."""
+
+    def up(value, divisor):
+        while value % divisor:
+            value += 1
+        return value
+
+    numel = [m * n for m, n in shapes]
+    cost = [max(s) * min(s) * min(s) for s in shapes]
+    divisor = math.lcm(64, math.lcm(dp, 128) // dp)
+    compute, owner, sizes = [0] * dp, {}, []
+
+    def emit(chunk):
+        cursor = [0] * dp
+        for i in sorted(chunk, key=lambda i: -cost[i]):
+            fits = [r for r in range(dp) if up(cursor[r], 64) + numel[i] <= sum(numel[j] for j in chunk) / dp * 1.3]
+            r = min(fits, key=lambda r: compute[r]) if fits else min(range(dp), key=lambda r: cursor[r])
+            cursor[r] = up(cursor[r], 64) + numel[i]
+            compute[r] += cost[i]
+            owner[i] = r
+        sizes.append(dp * up(max(cursor), divisor))
+
+    chunk, estimate = [], [0] * dp
+    for i in reversed(range(len(shapes))):
+        if chunk:
+            full = sum(numel[j] for j in chunk) >= max(bucket_elements, int(dp * max(numel[j] for j in chunk) * 0.9))
+            if full and up(min(estimate), 64) + numel[i] > up(max(estimate), divisor):
+                emit(chunk)
+                chunk, estimate = [], [0] * dp
+        r = min(range(dp), key=lambda r: estimate[r])
+        estimate[r] = up(estimate[r], 64) + numel[i]
+        chunk.append(i)
+    emit(chunk)
+    return owner, sizes
+
+
+@given(**CASES)
+@settings(deadline=None, max_examples=150)
+def test_packing_by_cost_equals_its_literal_twin(shapes, dp, bucket):
+    p = problem(shapes, dp)
+    options = PlanOptions(nv_version="lpt-ns", bucket_elements=bucket)
+    family = make_plan("nv-layerwise", p.parameters, p.costs, dp, 1, options).family("matrix")
+    owners, sizes = literal_lpt_ns(shapes, bucket, dp)
+    assert {s.parameter: s.owner for s in family.slots} == owners
+    assert [b.end - b.start for b in family.buckets] == sizes
 
 
 def test_packing_by_size_resets_and_by_cost_carries():
