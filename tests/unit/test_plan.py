@@ -159,7 +159,18 @@ def test_validator_refuses_a_matrix_without_or_with_a_wrong_host():
 
 
 def test_planners_need_no_torch():
-    modules = "plan strategies layout partition costs families tp_groups canzona balance drawing".split()
+    modules = [
+        "plan",
+        "strategies",
+        "layout",
+        "partition",
+        "costs",
+        "families",
+        "tp_groups",
+        "canzona",
+        "balance",
+        "drawing",
+    ]
     names = [f"impl.canzona.{m}" for m in modules] + [f"baselines.{m}" for m in ("sc", "asc", "nv_layerwise")]
     code = f"import sys, {', '.join(names)}; print(sorted({{'torch', 'matplotlib'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
