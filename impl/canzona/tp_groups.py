@@ -82,7 +82,7 @@ def by_arrival(items: Sequence[Item], tp: int, capacity: int) -> list[MicroGroup
     out: list[MicroGroup] = []
     for item in items:
         if item.size > capacity:
-            out.append(_lone(item))
+            out.append(_lone(item, out, tp))
             continue
         if not groups or len(groups[-1]) == tp:
             groups.append([])
@@ -100,7 +100,10 @@ def filled_slots(items: Sequence[Item], tp: int, capacity: int) -> list[MicroGro
 
     Nothing is rolled back, so a host may exceed the capacity by less than its last item.
     """
-    out = [_lone(i) for i in items if i.size > capacity]
+    out: list[MicroGroup] = []
+    for item in items:
+        if item.size > capacity:
+            out.append(_lone(item, out, tp))
     packing = _Packing(tp)
     for item in sorted((i for i in items if i.size <= capacity), key=lambda i: -i.weight):
         packing.push(item)
@@ -123,7 +126,7 @@ def balanced(items: Sequence[Item], tp: int, capacity: int) -> list[MicroGroup]:
             out.append(packing.group())
             packing = _Packing(tp)
         if item.size > capacity:
-            out.append(_lone(item))
+            out.append(_lone(item, out, tp))
         else:
             packing.push(item)
     return out + ([packing.group()] if packing.parameters else [])
@@ -164,6 +167,10 @@ class _Packing:
         return MicroGroup(tuple(self.parameters), tuple(self.hosts))
 
 
-def _lone(item: Item) -> MicroGroup:
-    """Return the group of an item that is larger than the capacity."""
-    return MicroGroup((item.parameter,), (0,), over_capacity=True)
+def _lone(item: Item, groups: Sequence[MicroGroup], tp: int) -> MicroGroup:
+    """Return the group of an item that is larger than the capacity.
+
+    Hosts take turns over such groups, so that the states of large matrices do not all end up on one of them.
+    """
+    host = sum(group.over_capacity for group in groups) % tp
+    return MicroGroup((item.parameter,), (host,), over_capacity=True)

@@ -29,7 +29,7 @@ def literal_global(items, tp, capacity):
             sizes[host] += item.size
         return sum(sizes) / tp > capacity or max(sizes) > capacity
 
-    groups, cur = [], []
+    groups, cur, lone = [], [], 0
     order = sorted(items, key=lambda i: (i.weight, i.parameter), reverse=True)
     at = 0
     while at < len(order):
@@ -40,8 +40,9 @@ def literal_global(items, tp, capacity):
         elif cur:
             groups.append(lpt(cur, tp))
             cur = []
-        else:  # a lone item may exceed the capacity
-            groups.append(lpt([item], tp))
+        else:  # a lone item may exceed the capacity; hosts take turns over such items
+            groups.append([(item, lone % tp)])
+            lone += 1
             at += 1
     if cur:
         groups.append(lpt(cur, tp))
