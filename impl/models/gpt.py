@@ -2,8 +2,8 @@
 
 Three parts of the stock local spec need CUDA and are replaced: the core attention (a submodule of the layer spec), the
 rotary embedding (a subclass) and the loss (a method).  Megatron's global state, RNG tracker, recompute and
-distributed optimizer are not used; process groups are passed explicitly.  Written for megatron-core 0.16.1; the
-signatures used here are the same in 0.19.2.
+distributed optimizer are not used; process groups are passed explicitly.  The same code serves megatron-core 0.16.1
+and 0.19.2: every name, argument and parameter order used here is alike in both.
 """
 
 from __future__ import annotations
