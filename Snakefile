@@ -7,7 +7,7 @@ min_version("9.27")
 
 include: "workflows/rules/common.smk"
 include: "workflows/rules/runs.smk"
-# include: "workflows/rules/balance.smk"
+include: "workflows/rules/balance.smk"
 include: "workflows/rules/tables.smk"
 
 

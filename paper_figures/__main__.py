@@ -1,6 +1,7 @@
 """``python -m paper_figures table|figure NAME --in TABLE --out FILE``, and ``show`` for the terminal.
 
-NAME is a module of this package with the pure functions ``table(frame) -> str`` and ``figure(frame) -> Figure``.
+NAME is a module of this package with the pure functions ``table(frame, published) -> str``,
+``figure(frame, published) -> Figure`` and ``main_table(frame) -> str``; ``published`` holds the papers' claims.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pandas as pd
 
 import paper_figures
 from impl.errors import ConfigError, unknown
+from paper_figures import style
 
 
 def modules() -> dict[str, ModuleType]:
@@ -24,22 +26,21 @@ def modules() -> dict[str, ModuleType]:
     for info in pkgutil.iter_modules(paper_figures.__path__):
         if not info.name.startswith("_"):
             module = importlib.import_module(f"paper_figures.{info.name}")
-            if hasattr(module, "figure") and hasattr(module, "main_table"):
+            if all(hasattr(module, name) for name in ("table", "figure", "main_table")):
                 found[info.name] = module
     return found
 
 
-def write_table(name: str, source: Path, out: Path) -> None:
+def write_table(name: str, source: Path, published: Path, out: Path) -> None:
     """Write the Markdown table ``name`` of the tidy table ``source``."""
+    text = _module(name).table(pd.read_parquet(source), pd.read_csv(published))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_module(name).table(pd.read_parquet(source)))
+    out.write_text(text)
 
 
-def write_figure(name: str, source: Path, out: Path) -> None:
+def write_figure(name: str, source: Path, published: Path, out: Path) -> None:
     """Write the figure ``name`` of the tidy table ``source`` as PDF and PNG."""
-    from paper_figures import style
-
-    style.save(_module(name).figure(pd.read_parquet(source)), out)
+    style.save(_module(name).figure(pd.read_parquet(source), pd.read_csv(published)), out)
 
 
 def show(results: Path) -> str:
@@ -64,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         sub = commands.add_parser(command)
         sub.add_argument("name", help="which table or figure")
         sub.add_argument("--in", dest="source", required=True, type=Path, help="tidy table, parquet")
+        sub.add_argument("--published", required=True, type=Path, help="CSV of the papers' claims")
         sub.add_argument("--out", required=True, type=Path, help="file to write; a figure is written as .pdf and .png")
     commands.add_parser("show").add_argument("--results", required=True, type=Path, help="folder of one tier")
     args = parser.parse_args(arguments)
@@ -71,7 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.command == "show":
             print(show(args.results))
         else:
-            {"table": write_table, "figure": write_figure}[args.command](args.name, args.source, args.out)
+            write = write_table if args.command == "table" else write_figure
+            write(args.name, args.source, args.published, args.out)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import common, markdown, style
+from paper_figures.published import block as published_block
 
+CLAIMS = ("C6",)
 DASHES = ((1, 0), (4, 1.5), (1, 1.2), (4, 1.2, 1, 1.2), (6, 2), (2, 1))
 
 
@@ -76,24 +78,30 @@ def main_table(frame: pd.DataFrame) -> str:
     return markdown.table(header, rows)
 
 
-def table(frame: pd.DataFrame) -> str:
-    """Return the Markdown document of the experiment from its tidy ``frame``."""
+def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
+    """Return the Markdown document of the experiment from its tidy ``frame``, the published claims quoted below."""
     intro = (
         f"{common.subject(frame)}, the same data, seed and learning rates in every run. All numbers are "
         "**measured**. `max difference` is the largest absolute difference of the training loss to SC's on the same "
         "mesh over all steps and seeds, `first at step` where it first appears; `parameters` compares the digests of "
         "the final parameters. Losses are means over the finished seeds."
     )
-    blocks = [intro, main_table(frame), common.problems(frame), common.provenance(frame)]
+    blocks = [
+        intro,
+        main_table(frame),
+        common.problems(frame),
+        published_block(published, CLAIMS),
+        common.provenance(frame),
+    ]
     return markdown.document("Loss curves of the systems on the same data", *blocks)
 
 
-def figure(frame: pd.DataFrame) -> Figure:
+def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     """Return the figure: loss curves above, absolute difference to the reference below, one column per mesh."""
     style.apply()
     groups = common.meshes(frame)
     names = [name for _, name in common.systems(frame)]
-    colours = style.palette(names)
+    colours = style.palette(common.systems(frame))
     width = style.TWO_COLUMNS_IN if len(groups) > 1 else style.ONE_COLUMN_IN
     result = Figure(figsize=(width, 3.6), layout="constrained")
     axes = result.subplots(2, len(groups), squeeze=False, sharex="col", sharey="row", height_ratios=(2, 1))
@@ -111,7 +119,7 @@ def figure(frame: pd.DataFrame) -> Figure:
     return result
 
 
-def _draw(top: Axes, bottom: Axes, frame: pd.DataFrame, names: list[str], colours: dict[str, Any]) -> float:
+def _draw(top: Axes, bottom: Axes, frame: pd.DataFrame, names: list[str], colours: dict[str, style.Colour]) -> float:
     """Draw the curves of one mesh and seed; returns the largest difference."""
     reference, largest = str(frame["reference"].iloc[0]), 0.0
     for i, name in enumerate(names):

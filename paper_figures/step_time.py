@@ -10,14 +10,18 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from paper_figures import common, markdown, style
+from paper_figures.published import block as published_block
 from paper_figures.statistics import Estimate, median, paired_ratio
 
 REFERENCE = "sc"
 SUBJECT = "canzona"
+GOLDEN = (math.sqrt(5) - 1) / 2  # spreads dots evenly without chance
 MINIMUM_N = 5
 """Below this many repetitions no verdict is given."""
+CLAIMS = ("C3", "C4", "C5", "C12")
 MAIN_PHASES = ("forward_backward", "optimizer_step", "iteration")
 PHASES = {
     "forward_backward": "forward + backward",
@@ -93,7 +97,7 @@ def comparison_table(frame: pd.DataFrame) -> str:
 
 
 def bytes_table(frame: pd.DataFrame) -> str:
-    """Return the Markdown table of the logical bytes that rank 0 sends per step, by phase and axis of the mesh."""
+    """Return the Markdown table of the logical bytes per step by phase and mesh axis, on the rank that has most."""
     counted = common.where(frame, quantity="bytes")
     phases = [phase for (phase,) in common.distinct(counted, "phase")]
     rows = []
@@ -120,8 +124,8 @@ def state_table(frame: pd.DataFrame) -> str:
     return markdown.table(header, rows) if rows else ""
 
 
-def table(frame: pd.DataFrame) -> str:
-    """Return the Markdown document of the experiment from its tidy ``frame``."""
+def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
+    """Return the Markdown document of the experiment from its tidy ``frame``, the published claims quoted below."""
     blocks = [
         f"{common.subject(frame)}. All numbers are **measured** in this run. Times are medians over n "
         "repetitions with the interquartile interval; the systems alternate within one job. The optimizer step "
@@ -135,20 +139,20 @@ def table(frame: pd.DataFrame) -> str:
     blocks += ["## Canzona's optimizer step against the others (measured, paired)", comparison_table(frame)]
     bytes_ = bytes_table(frame)
     if bytes_:
-        blocks += ["## Bytes per step, rank 0, by axis of the mesh (measured)", bytes_]
+        blocks += ["## Logical bytes per step on the rank that has most, by axis of the mesh (measured)", bytes_]
     state = state_table(frame)
     if state:
         blocks += ["## Masters and optimizer state (measured)", state]
-    blocks += [common.problems(frame), common.provenance(frame)]
+    blocks += [common.problems(frame), published_block(published, CLAIMS), common.provenance(frame)]
     return markdown.document("Time of one step", *blocks)
 
 
-def figure(frame: pd.DataFrame) -> Figure:
+def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     """Return the figure: optimizer step and iteration per mesh and system, every repetition as a dot."""
     style.apply()
     groups = common.meshes(frame)
     names = [name for _, name in common.systems(frame)]
-    colours = style.palette(names)
+    colours = style.palette(common.systems(frame))
     height = 0.5 + len(PLOTTED) * (0.7 + 0.2 * len(names))
     result = Figure(figsize=(style.TWO_COLUMNS_IN, height), layout="constrained")
     axes = result.subplots(len(PLOTTED), len(groups), squeeze=False, sharey=True)
@@ -164,7 +168,7 @@ def figure(frame: pd.DataFrame) -> Figure:
     return result
 
 
-def _draw(axis: Axes, frame: pd.DataFrame, phase: str, names: list[str], colours: dict[str, tuple]) -> None:
+def _draw(axis: Axes, frame: pd.DataFrame, phase: str, names: list[str], colours: dict[str, style.Colour]) -> None:
     present = {name: system for system, name in common.systems(frame)}
     largest = 0.0
     for position, name in enumerate(names):
@@ -179,11 +183,10 @@ def _draw(axis: Axes, frame: pd.DataFrame, phase: str, names: list[str], colours
         axis.barh(position, middle.value, height=0.7, color=colours[name], alpha=0.55)
         axis.plot([middle.low, middle.high], [position] * 2, color="black", linewidth=1.0, zorder=3)
         largest = max(largest, float(values.max()))
-        sns.stripplot(x=list(values), y=[position] * len(values), orient="h", native_scale=True, size=1.8, jitter=0.15,
-                      color=colours[name], ax=axis, zorder=2, legend=False)  # fmt: skip
+        spread = 0.5 * (np.arange(middle.n) * GOLDEN % 1 - 0.5)
+        sns.scatterplot(x=values, y=position + spread, s=6, color=colours[name], ax=axis, zorder=2, legend=False)
     axis.set_xlim(0, 1.05 * largest if largest else 1)
-    if not largest:
-        axis.set_xticks([])
+    axis.xaxis.set_major_locator(MaxNLocator(4, prune="upper") if largest else NullLocator())
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.grid(axis="y", visible=False)

@@ -12,7 +12,11 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
+Colour = tuple[float, float, float]
+KNOWN = ("canzona", "nv-ping-pong", "nv-lpt-ns", "asc", "sc", "nv-live", "nv-lpt-numel")
+"""Systems that have a fixed colour."""
 ONE_COLUMN_IN = 3.4
 TWO_COLUMNS_IN = 7.0
 SETTINGS = {
@@ -20,6 +24,7 @@ SETTINGS = {
     "axes.titlesize": 8,
     "axes.labelsize": 8,
     "legend.fontsize": 7,
+    "legend.title_fontsize": 7,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "axes.linewidth": 0.6,
@@ -38,10 +43,15 @@ def apply() -> None:
     sns.set_theme(context="paper", style="whitegrid", palette="colorblind", rc=SETTINGS)
 
 
-def palette(names: Iterable[str]) -> dict[str, tuple[float, float, float]]:
-    """Return one colour-blind-safe colour per name, in order of first appearance."""
-    distinct = list(dict.fromkeys(names))
-    return dict(zip(distinct, sns.color_palette("colorblind", max(len(distinct), 1)), strict=False))
+def palette(systems: Iterable[tuple[str, str]]) -> dict[str, Colour]:
+    """Return one colour-blind-safe colour per display name of (id, display name) pairs.
+
+    A known id has the same colour in every figure; others take the next free ones in order of appearance.
+    """
+    pairs = list(dict.fromkeys(systems))
+    order = [*KNOWN, *(system for system, _ in pairs if system not in KNOWN)]
+    colours = sns.color_palette("colorblind") + sns.color_palette("husl", max(len(order) - 10, 0))
+    return {name: colours[order.index(system)] for system, name in pairs}
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -52,7 +62,6 @@ def save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def note(figure: Figure, text: str) -> None:
-    """Write a line below the axes, for what is missing from the figure."""
-    if text:
-        figure.text(0.5, -0.02, text, ha="center", va="top", fontsize=7, style="italic")
+def patch(label: str, colour: Colour) -> Patch:
+    """Return a legend entry."""
+    return Patch(facecolor=colour, label=label)

@@ -220,6 +220,15 @@ def all_runs(folder: str | Path, tier: str) -> dict[str, tuple[Run, ...]]:
     }
 
 
+def settings_digest(path: str | Path, tier: str) -> str:
+    """Return a hash of what an experiment's file says about ``tier``, in any order; raises :class:`ConfigError`."""
+    data = load_yaml(path)
+    tiers = data.get("tiers") if isinstance(data, dict) else None
+    if not isinstance(tiers, dict):
+        raise ConfigError(f"{path}: expected a mapping with tiers")
+    return canonical_digest({**data, "tiers": _of_tier(tiers, tier)})
+
+
 def find_run(path: str | Path, tier: str, run_id: str) -> Run:
     """Return the run ``run_id`` of an experiment's file on ``tier``; raises :class:`ConfigError` if it has none."""
     runs = {run.id: run for run in load(path).runs(tier)}

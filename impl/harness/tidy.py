@@ -169,8 +169,8 @@ def _metrics(path: Path) -> tuple[tuple[Row, ...], int]:
 
 
 def _first_line(error: Any) -> str:
-    """Return the last line of a traceback, or the first of anything else."""
-    lines = [line for line in str(error or "").splitlines() if line.strip()]
+    """Return the first line, which says what happened; the last if the text is a bare traceback."""
+    lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
     if not lines:
         return ""
-    return lines[-1 if lines[0].startswith("Traceback") else 0].strip()
+    return lines[-1] if "Traceback (most recent call last)" in lines[0] else lines[0]

@@ -12,13 +12,15 @@ from impl.harness import experiments
 shell.prefix(f"set -euo pipefail; export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; ")
 
 EXPERIMENTS = os.path.relpath(os.path.join(workflow.basedir, "experiments"))
+PUBLISHED = os.path.relpath(os.path.join(workflow.basedir, "results", "published", "canzona.csv"))
 TIER = str(config.get("tier", "laptop"))
 HERE = "results/generated/{tier}/{experiment}"
 
 try:
     RUNS = experiments.all_runs(EXPERIMENTS, TIER)
+    BALANCE = experiments.settings_digest(f"{EXPERIMENTS}/balance.yaml", TIER)
 except ConfigError as error:
-    raise WorkflowError(str(error))
+    raise WorkflowError(str(error)) from None
 
 RANKS = {run.id: run.base.world_size for runs in RUNS.values() for run in runs}
 # Timed jobs hold every core, so that nothing runs beside them; without a core limit (a cluster) those they use.

@@ -1,5 +1,6 @@
 # One run: its settings, then the job that leaves its record.  A run id ends in the hash of the run's settings, so the
 # experiment's file is `ancient`: editing it makes new runs where settings changed and touches nothing else.
+# A run that fails or diverges with a record is a result (`settle`): the tables are built and its cells say so.
 localrules:
     configure,
 
@@ -41,7 +42,8 @@ rule train:
     params:
         folder=subpath(output[0], parent=True),
     shell:
-        "python -m impl job --out {params.folder:q} --log {log:q} -- train --config {input:q}"
+        "python -m impl train --config {input:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
+        " || python -m impl settle --out {params.folder:q}"
 
 
 rule time_steps:
@@ -64,4 +66,5 @@ rule time_steps:
     params:
         folder=subpath(output[0], parent=True),
     shell:
-        "python -m impl job --out {params.folder:q} --log {log:q} -- step-time --config {input:q}"
+        "python -m impl step-time --config {input:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
+        " || python -m impl settle --out {params.folder:q}"

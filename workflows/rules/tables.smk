@@ -30,7 +30,8 @@ rule tidy:
 
 rule table:
     input:
-        f"{HERE}/{{experiment}}.parquet",
+        tidy=f"{HERE}/{{experiment}}.parquet",
+        published=PUBLISHED,
     output:
         report(
             f"{HERE}/{{experiment}}.md",
@@ -46,12 +47,14 @@ rule table:
         mem_mb=1000,
         runtime=5,
     shell:
-        "python -m paper_figures table {wildcards.experiment} --in {input:q} --out {output:q} > {log:q} 2>&1"
+        "python -m paper_figures table {wildcards.experiment} --in {input.tidy:q} --published {input.published:q}"
+        " --out {output:q} > {log:q} 2>&1"
 
 
 rule figure:
     input:
-        f"{HERE}/{{experiment}}.parquet",
+        tidy=f"{HERE}/{{experiment}}.parquet",
+        published=PUBLISHED,
     output:
         pdf=f"{HERE}/{{experiment}}.pdf",
         png=report(
@@ -68,4 +71,5 @@ rule figure:
         mem_mb=1000,
         runtime=5,
     shell:
-        "python -m paper_figures figure {wildcards.experiment} --in {input:q} --out {output.pdf:q} > {log:q} 2>&1"
+        "python -m paper_figures figure {wildcards.experiment} --in {input.tidy:q} --published {input.published:q}"
+        " --out {output.pdf:q} > {log:q} 2>&1"
