@@ -7,27 +7,31 @@ from typing import TextIO
 
 
 class Progress:
-    """Shows step, loss, tokens/s and the time that is left, at most once in ``interval`` seconds.
+    """Shows how far a run is and the time that is left, at most once in ``interval`` seconds.
 
-    On a terminal one line is rewritten; elsewhere every report is a line of its own.
+    unit: what ``steps`` counts.  On a terminal one line is rewritten; elsewhere every report is a line of its own.
     """
 
-    def __init__(self, out: TextIO, steps: int, interval: float) -> None:
-        self._out, self._steps, self._interval = out, steps, interval
+    def __init__(self, out: TextIO, steps: int, interval: float, unit: str = "step") -> None:
+        self._out, self._steps, self._interval, self._unit = out, steps, interval, unit
         self._rewrite = out.isatty()
         self._begin = self._shown = time.monotonic()
         self._done_here = 0
         self._open = False
 
     def step(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Report that ``step`` is done."""
+        """Report that training step ``step`` is done."""
+        self.advance(step, f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  ")
+
+    def advance(self, done: int, detail: str = "") -> None:
+        """Report that ``done`` units are done."""
         self._done_here += 1
         now = time.monotonic()
-        if now - self._shown < self._interval and step != self._steps:
+        if now - self._shown < self._interval and done != self._steps:
             return
         self._shown = now
-        left = (now - self._begin) / self._done_here * (self._steps - step)
-        self._write(f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  ETA {duration(left)}")
+        left = (now - self._begin) / self._done_here * (self._steps - done)
+        self._write(f"{self._unit} {done}/{self._steps}  {detail}ETA {duration(left)}")
 
     def line(self, text: str) -> None:
         """Print a line that stays."""

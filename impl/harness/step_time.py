@@ -1,0 +1,134 @@
+"""Times one step of several systems in one process group, alternating between them.
+
+Machines are noisy: only numbers of one repetition are compared.  A repetition visits every system, in an order that
+rotates, and runs two steps of each: the first brings it into the state that training would have it in (the
+parameters of the step before still on their way), the second is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from impl.canzona.engine import Engine
+from impl.canzona.mesh import Mesh
+from impl.errors import ConfigError
+from impl.harness.experiments import StepTimeSpec, System
+from impl.harness.progress import Progress
+from impl.harness.record import append_row
+from impl.harness.setup import device_type, prepare
+from impl.harness.training import Trainer, build
+from impl.harness.worker import Rank
+
+Row = dict[str, Any]
+LIVE = "baselines.nv_layerwise_live"
+"""The adapter of Megatron's own optimizer: a plug-in, found by name because ``impl`` does not depend on baselines."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One system under test with a model and engine of its own, on the same data as the others."""
+
+    system: System
+    trainer: Trainer
+
+    def step(self, tokens: torch.Tensor) -> dict[str, float]:
+        """Run one step on ``tokens [batch / dp, sequence + 1]``; return seconds by phase.
+
+        Ends with the new parameters in flight, as in training.
+        """
+        engine = self.trainer.engine
+        engine.begin_step()
+        begin = time.perf_counter()
+        self.trainer.accumulate(tokens)
+        engine.step(self.trainer.spec.lr)
+        seconds = engine.clock.seconds()
+        forward_backward = sum(seconds.get(phase, 0.0) for phase in ("forward", "backward", "grad_reduce"))
+        return {**seconds, "forward_backward": forward_backward, "iteration": time.perf_counter() - begin}
+
+
+def run(me: Rank) -> None:
+    """Measure as this rank of the job in ``me.folder``; rank 0 writes a row per repetition and system, and the record.
+
+    Seconds are those of the slowest rank.
+    """
+    spec: StepTimeSpec = me.settings(StepTimeSpec)
+    base = spec.base
+    device = me.join(device_type(base.runtime.device, me.local_ranks), base.runtime)
+    mesh = Mesh.create(base.dp, base.tp, device, timeout=timedelta(seconds=base.runtime.collective_timeout_s))
+    contestants = [contestant(spec, system, mesh, me) for system in spec.systems]
+    progress = None
+    if me.terminal is not None:
+        progress = Progress(me.terminal, spec.repetitions, base.runtime.heartbeat_s, unit="repetition")
+    me.folder.metrics.unlink(missing_ok=True)  # a repetition means nothing beside those of another process
+    gc.collect()
+    gc.disable()  # a collection inside a timed step would be charged to whichever system it falls on
+    for repetition in range(-spec.warmup, spec.repetitions):
+        tokens = contestants[0].trainer.stream.batch(repetition + spec.warmup + 1).to(device)
+        turn = repetition % len(contestants)
+        for one in contestants[turn:] + contestants[:turn]:
+            dist.barrier(group=mesh.world_group)
+            one.step(tokens)
+            seconds = slowest(one.step(tokens), mesh)
+            one.trainer.engine.synchronize()
+            if repetition >= 0 and me.rank == 0:
+                row = {"repetition": repetition, "system": one.system.id, "seconds": seconds}
+                append_row(me.folder.metrics, {"event": "step_time", "step": repetition, **row})
+        if progress is not None and repetition >= 0:
+            progress.advance(repetition + 1)
+    gc.enable()
+    result = {"systems": {one.system.id: facts(one, mesh) for one in contestants}}
+    if me.rank == 0:
+        me.folder.finish(spec, "done", result=result)
+    dist.barrier(group=mesh.world_group)
+    dist.destroy_process_group()
+
+
+def contestant(spec: StepTimeSpec, system: System, mesh: Mesh, me: Rank) -> Contestant:
+    """Build one system; every rank of ``mesh`` must call."""
+    settings = system.run_spec(spec.base)
+    engine = importlib.import_module(LIVE).LiveLayerWise if system.live else Engine
+    return Contestant(system, build(settings, prepare(settings), mesh, me.folder, None, engine))
+
+
+def check_systems(spec: StepTimeSpec) -> None:
+    """Raise :class:`ConfigError` for a system that cannot run; no process is needed."""
+    for system in spec.systems:
+        prepare(system.run_spec(spec.base))
+        if system.live and (system.strategy, system.nv_version) != ("nv-layerwise", "ping-pong"):
+            raise ConfigError(f"system {system.id}: live needs strategy nv-layerwise with nv_version ping-pong")
+
+
+def slowest(seconds: dict[str, float], mesh: Mesh) -> dict[str, float]:
+    """Return the largest value of each phase over all ranks, which must all call with the same phases."""
+    names = sorted(seconds)
+    values = torch.tensor([seconds[name] for name in names], dtype=torch.float64, device=mesh.device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.world_group)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def facts(one: Contestant, mesh: Mesh) -> dict[str, Any]:
+    """Return what a system's ranks counted in their last step, bytes as the largest over ranks; all ranks must call."""
+    engine = one.trainer.engine
+    everyone: list[Any] = [None] * (mesh.dp * mesh.tp)
+    mine = {"bytes": engine.ledger.bytes(), "state_bytes": engine.state_bytes()}
+    dist.all_gather_object(everyone, mine, group=mesh.world_group)
+    largest: dict[str, dict[str, int]] = {}
+    for rank in everyone:
+        for phase, by in rank["bytes"].items():
+            into = largest.setdefault(phase, {})
+            for dimension, count in by.items():
+                into[dimension] = max(into.get(dimension, 0), count)
+    return {
+        "bytes": largest,
+        "state_bytes": [rank["state_bytes"] for rank in everyone],
+        "nv_version": engine.plan.version,
+        "plan": one.trainer.setup.report,
+    }
