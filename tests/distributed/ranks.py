@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -41,7 +42,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         context = mp.get_context("spawn")
         processes = [
-            context.Process(target=_rank, args=(rank, world, function, args, folder, timeout), daemon=True)
+            context.Process(target=_rank, args=(rank, world, function, args, folder), daemon=True)
             for rank in range(world)
         ]
         try:
@@ -69,12 +70,12 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
             dist.destroy_process_group()
 
 
-def _rank(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str, timeout: float):
+def _rank(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(1)
     here = Path(folder)
     with (here / f"{rank}.stack").open("w") as stack:
-        faulthandler.dump_traceback_later(max(timeout - 2, timeout / 2), file=stack)
+        faulthandler.register(signal.SIGUSR1, file=stack)  # the parent asks where we stand when time is up
         try:
             store = f"file://{here / 'store'}"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
@@ -87,9 +88,7 @@ def _rank(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, 
             (here / f"{rank}.part").write_text(text)
             (here / f"{rank}.part").rename(here / f"{rank}.error")
             os._exit(1)  # a normal exit could wait for threads of a broken process group
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    os._exit(0)
+        os._exit(0)
 
 
 def _join(processes: Sequence[BaseProcess], timeout: float, folder: Path) -> None:
@@ -111,8 +110,18 @@ def _join(processes: Sequence[BaseProcess], timeout: float, folder: Path) -> Non
     if failed:
         raise RankError(_first_failure(processes, folder))
     if alive:
-        stacks = "\n".join(f"rank {r} stood at\n{(folder / f'{r}.stack').read_text()}" for r in sorted(alive))
+        stacks = "\n".join(_stack(rank, alive[rank], folder) for rank in sorted(alive))
         raise RankError(f"ranks {sorted(alive)} did not end within {timeout:g} s\n{stacks}")
+
+
+def _stack(rank: int, process: BaseProcess, folder: Path) -> str:
+    """Ask a living rank for the place where it stands; it is killed soon after."""
+    path = folder / f"{rank}.stack"
+    if not path.exists() or process.pid is None:
+        return f"rank {rank} was still starting"
+    os.kill(process.pid, signal.SIGUSR1)
+    process.join(0.5)
+    return f"rank {rank} stood at\n{path.read_text()}"
 
 
 def _first_failure(processes: Sequence[BaseProcess], folder: Path) -> str:
