@@ -12,6 +12,9 @@ from impl.canzona.collectives import all_gather_single
 from impl.canzona.mesh import Mesh
 from impl.harness.record import read_rows
 
+PHASES = ("grad_reduce", "grad_norm", "optimizer_step", "tp_exchange", "param_sync", "loss")
+"""Phases that could communicate; ``loss`` is the mean that is reported."""
+
 
 def from_rows(metrics: Path) -> dict[str, Any]:
     """Return steps, final and held-out loss, the held-out curve and the seconds by phase of a metrics file.
@@ -30,6 +33,11 @@ def from_rows(metrics: Path) -> dict[str, Any]:
         "heldout": heldout,
         "phase_seconds": {phase: quartiles([s[phase] for s in timed if phase in s]) for phase in _phases(timed)},
     }
+
+
+def all_phases(counted: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Return the bytes by phase with a zero for every communication phase that sent nothing."""
+    return {phase: counted.get(phase, {"dp": 0, "tp": 0, "world": 0}) for phase in (*PHASES, *counted)}
 
 
 def quartiles(values: list[float]) -> dict[str, float]:

@@ -55,7 +55,14 @@ def train(me: Rank) -> None:
     dist.destroy_process_group()
 
 
-def build(spec: RunSpec, setup: Setup, mesh: Mesh, folder: RunFolder, progress: Progress | None) -> Trainer:
+def build(
+    spec: RunSpec,
+    setup: Setup,
+    mesh: Mesh,
+    folder: RunFolder,
+    progress: Progress | None,
+    engine_class: type[Engine] = Engine,
+) -> Trainer:
     """Return the trainer of this rank with fresh weights; all ranks of ``mesh`` must call."""
     model = gpt.build_model(setup.model, mesh.tp_group, dtype=getattr(torch, spec.dtype), device=mesh.device)
     if spec.init_from is None:
@@ -66,7 +73,7 @@ def build(spec: RunSpec, setup: Setup, mesh: Mesh, folder: RunFolder, progress: 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     options = EngineOptions(reduction=spec.reduction, clip=spec.clip, weight_decay=spec.weight_decay)
-    engine = Engine(model, setup.plan, setup.optimizers, mesh, options)
+    engine = engine_class(model, setup.plan, setup.optimizers, mesh, options)
     stream = open_stream(
         spec.data,
         sequence=spec.sequence,
@@ -251,7 +258,7 @@ class Trainer:
             **results.from_rows(self.folder.metrics),
             "params_digest": digest,
             "resumed_from": resumed_from or None,
-            "bytes": self.engine.ledger.bytes(),
+            "bytes": results.all_phases(self.engine.ledger.bytes()),
             "audit": self.audit,
             "state_bytes": state_bytes,
             "plan": report,

@@ -1,0 +1,100 @@
+"""Targets for :mod:`impl.harness.launch` that go wrong in the ways that real ranks do."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from impl.harness.spec import RunSpec
+from impl.harness.worker import Rank
+
+
+def _join(me: Rank) -> None:
+    me.join("cpu", me.settings(RunSpec).runtime)
+    dist.all_reduce(torch.ones(1))
+
+
+def _wait_for_others() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def raise_on_rank_1(me: Rank) -> None:
+    _join(me)
+    if me.rank == 1:
+        raise ValueError("no such luck\nand more")
+    _wait_for_others()
+
+
+def killed_on_rank_1(me: Rank) -> None:
+    _join(me)
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _wait_for_others()
+
+
+def exit_on_rank_0(me: Rank) -> None:
+    _join(me)
+    if me.rank == 0:
+        os._exit(7)
+    _wait_for_others()
+
+
+def segfault_on_rank_1(me: Rank) -> None:
+    _join(me)
+    if me.rank == 1:
+        import ctypes
+
+        ctypes.string_at(0)
+    _wait_for_others()
+
+
+def stopped_on_rank_1(me: Rank) -> None:
+    _join(me)
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    _wait_for_others()
+
+
+def all_stopped(me: Rank) -> None:
+    _join(me)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def out_of_memory_on_rank_1(me: Rank) -> None:
+    _join(me)
+    if me.rank == 1:
+        torch.empty(2**60, dtype=torch.uint8)
+    _wait_for_others()
+
+
+def killed_before_joining(me: Rank) -> None:
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _join(me)
+
+
+def wait(me: Rank) -> None:
+    """Run until killed, once every rank has opened its sockets."""
+    _join(me)
+    (me.folder.path / f"ready-{me.rank}").touch()
+    time.sleep(120)
+
+
+def kill_launcher_at_step_5(me: Rank) -> None:
+    """Train, and have rank 0 kill -9 the launcher in step 5."""
+    from impl.harness import training  # slow to import, and not needed by the others
+
+    step = training.Trainer.step
+
+    def step_or_kill(self: training.Trainer, number: int, *, audited: bool) -> bool:
+        if number == 5:
+            if self.rank == 0:
+                with open(f"/proc/{os.getppid()}/stat") as stat:
+                    os.kill(int(stat.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            time.sleep(60)
+        return step(self, number, audited=audited)
+
+    training.Trainer.step = step_or_kill
+    training.train(me)
