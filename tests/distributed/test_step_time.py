@@ -1,4 +1,4 @@
-"""The interleaved timing job: one row per repetition and system, facts of every rank, refusals before a process starts."""
+"""The interleaved timing job: a row per repetition and system, facts of every rank, refusals before any process."""
 
 from __future__ import annotations
 
