@@ -27,7 +27,10 @@ def block(published: pd.DataFrame, names: Sequence[str]) -> str:
         row = dict(zip(COLUMNS, values, strict=True))
         if row["id"] in names:
             setup = " on ".join(str(v) for v in (row["model"], _gpus(row["gpus"])) if v)
-            numbers = [_text(row[key], row["unit"]) for key in ("baseline_value", "value")]
+            numbers = [
+                markdown.DASH if row["baseline_value"] is None else _text(row["baseline_value"], row["unit"]),
+                _text(row["value"], row["unit"]),
+            ]
             rows.append(
                 [row["id"], row["quantity"], setup, row["baseline_system"] or markdown.DASH, *numbers, row["source"]]
             )
@@ -42,4 +45,5 @@ def _gpus(count: float | None) -> str:
 
 
 def _text(value: float | None, unit: str | None) -> str:
-    return markdown.DASH if value is None else f"{value:g} {unit or ''}".strip()
+    """A number with its unit; a claim without a number has its words in the unit's place."""
+    return unit or markdown.DASH if value is None else f"{value:g} {unit or ''}".strip()

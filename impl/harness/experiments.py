@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -202,10 +204,15 @@ def load(path: str | Path) -> Experiment:
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind not in _KINDS:
         raise ConfigError(f"{path}: kind must be one of {', '.join(sorted(_KINDS))}, got {kind!r}")
-    try:
+    with _naming(path):
         return parse(_KINDS[kind], data)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+
+
+def runs_of(path: str | Path, tier: str) -> tuple[Run, ...]:
+    """Return the runs of an experiment's file on ``tier``; raises :class:`ConfigError` that names the file."""
+    experiment = load(path)
+    with _naming(path):
+        return experiment.runs(tier)
 
 
 def all_runs(folder: str | Path, tier: str) -> dict[str, tuple[Run, ...]]:
@@ -213,8 +220,10 @@ def all_runs(folder: str | Path, tier: str) -> dict[str, tuple[Run, ...]]:
 
     Files without ``kind`` are not made of runs and are left out.  Raises :class:`ConfigError`.
     """
+    if tier not in TIERS:
+        raise unknown("tier", tier, TIERS)
     return {
-        path.stem: load(path).runs(tier)
+        path.stem: runs_of(path, tier)
         for path in sorted(Path(folder).glob("*.yaml"))
         if isinstance(data := load_yaml(path), dict) and "kind" in data
     }
@@ -231,7 +240,7 @@ def settings_digest(path: str | Path, tier: str) -> str:
 
 def find_run(path: str | Path, tier: str, run_id: str) -> Run:
     """Return the run ``run_id`` of an experiment's file on ``tier``; raises :class:`ConfigError` if it has none."""
-    runs = {run.id: run for run in load(path).runs(tier)}
+    runs = {run.id: run for run in runs_of(path, tier)}
     if run_id not in runs:
         raise unknown("run", run_id, runs)
     return runs[run_id]
@@ -250,6 +259,14 @@ def merged(*layers: dict[str, Any]) -> dict[str, Any]:
 def canonical_digest(data: Any) -> str:
     """SHA-256 of plain data in a form that does not depend on key order."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _of_tier(tiers: Any, tier: str) -> Any:

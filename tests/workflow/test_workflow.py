@@ -1,0 +1,175 @@
+"""The workflow itself: lint, dry runs of every tier, the smallest tier end to end, and what makes it run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from impl.harness.experiments import TIERS
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("Snakefile", "workflows", "experiments", "results/published")
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A checkout with nothing but the workflow, in a path with a space."""
+    return checkout(tmp_path / "a checkout")
+
+
+def checkout(folder: Path) -> Path:
+    for part in PARTS:
+        source, target = ROOT / part, folder / part
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+    return folder
+
+
+def snakemake(folder: Path, *options: str, check: bool = True, **environment: str) -> str:
+    """Run snakemake in ``folder``; return everything that it printed."""
+    command = [sys.executable, "-m", "snakemake", "--cores", "2", "--workflow-profile", "none", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
+    output = done.stdout + done.stderr
+    assert not check or done.returncode == 0, output
+    return output
+
+
+def planned(folder: Path, *options: str, **environment: str) -> dict[str, int]:
+    """The jobs of a dry run: rule to number."""
+    output = snakemake(folder, "--dryrun", *options, **environment)
+    if "Nothing to be done" in output:
+        return {}
+    table = output.rpartition("Job stats:")[2].partition("\n\n")[0]
+    return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+
+
+def edit(path: Path, change: Any) -> None:
+    data = yaml.safe_load(path.read_text())
+    change(data)
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+
+
+def shuffle(data: Any, seed: int) -> Any:
+    if isinstance(data, dict):
+        items = [(key, shuffle(value, seed)) for key, value in data.items()]
+        random.Random(seed).shuffle(items)
+        return dict(items)
+    return [shuffle(value, seed) for value in data] if isinstance(data, list) else data
+
+
+def small(data: dict[str, Any], **base: Any) -> None:
+    """Cut an experiment's ci tier down to two systems on one rank."""
+    names = [system["id"] for system in data["systems"] if system["id"] not in ("sc", "canzona")]
+    data["tiers"]["ci"]["meshes"] = [{"dp": 1, "tp": 1, "without": names}]
+    data["tiers"]["ci"].setdefault("base", {}).update({"layers": 1, **base})
+
+
+def test_lint_and_format():
+    assert "good condition" in snakemake(ROOT, "--lint")
+    command = [sys.executable, "-m", "snakefmt", "--check", "Snakefile", "workflows"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_dry_run_of_every_tier(copy, tier):
+    jobs = planned(copy, "--config", f"tier={tier}")
+    assert jobs["table"] == jobs["figure"] == 3
+    assert jobs["configure"] == jobs["train"] + jobs["time_steps"]
+    assert jobs["plan_balance"] == 1
+
+
+def test_named_targets(copy):
+    assert set(planned(copy, "--", "balance")) == {"plan_balance", "table", "figure", "balance", "total"}
+    assert "time_steps" not in planned(copy, "--", "precision")
+    assert "train" not in planned(copy, "--", "step_time")
+
+
+def test_timed_jobs_hold_every_core(copy):
+    output = snakemake(copy, "--dryrun", "--config", "tier=laptop", "--", "step_time")
+    blocks = [block for block in output.split("\n\n") if "rule time_steps:" in block] or [output]
+    assert len(re.findall(r"rule time_steps:.*?threads: 2\b", "\n".join(blocks), re.DOTALL)) >= 1
+    assert output.count("rule time_steps:") == output.count("threads: 2")
+
+
+def test_bad_configuration_is_one_clear_line(copy):
+    assert "unknown tier 'labtop': did you mean 'laptop'?" in snakemake(
+        copy, "--dryrun", "--config", "tier=labtop", check=False
+    )
+    edit(copy / "experiments" / "precision.yaml", lambda d: d["base"].update(optimiser="muon"))
+    output = snakemake(copy, "--dryrun", check=False)
+    assert "precision.yaml: unknown setting 'optimiser': did you mean 'optimizer'?" in output.replace("\n", " ")
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_smallest_tier_end_to_end_and_what_runs_again(copy):
+    tier = ("--config", "tier=ci")
+    output = snakemake(copy, *tier)
+    assert "(100%) done" in output
+    results = copy / "results" / "generated" / "ci"
+    manifests = [json.loads(path.read_text()) for path in results.rglob("manifest.json")]
+    assert len(manifests) == 8
+    assert {m["status"] for m in manifests} == {"done"}
+    for name in ("balance", "step_time", "precision"):
+        made = {path.suffix: path.stat().st_size for path in (results / name).glob(f"{name}.*")}
+        assert set(made) == {".parquet", ".csv", ".md", ".pdf", ".png"}
+        assert min(made.values()) > 500
+        frame = pd.read_parquet(results / name / f"{name}.parquet")
+        assert set(frame["kind"]) == {"planned" if name == "balance" else "measured"}
+    precision = pd.read_parquet(results / "precision" / "precision.parquet")
+    assert precision.groupby("tp")["params_digest"].nunique().eq(1).all()  # DP = 2: bitwise equal systems
+    measured = pd.read_parquet(results / "step_time" / "step_time.parquet")
+    in_step = measured.query("quantity == 'bytes' and phase == 'optimizer_step' and axis == 'dp'")["value"]
+    assert in_step.sum() == 0
+
+    assert planned(copy, *tier) == {}
+    for seed in range(2):
+        for path in (copy / "experiments").glob("*.yaml"):
+            data = yaml.safe_load(path.read_text())
+            path.write_text(yaml.safe_dump(shuffle(data, seed), sort_keys=False))
+        assert planned(copy, *tier, PYTHONHASHSEED=str(seed)) == {}
+    assert planned(copy, *tier, "--cores", "1") == {}
+
+    edit(copy / "experiments" / "precision.yaml", lambda d: d["tiers"]["ci"]["base"].update(lr=1e-3))
+    assert planned(copy, *tier) == {
+        "configure": 6, "train": 6, "tidy": 1, "table": 1, "figure": 1, "all": 1, "total": 16
+    }  # fmt: skip
+    edit(copy / "experiments" / "balance.yaml", lambda d: d["tiers"]["ci"].update(alpha=[1.0]))
+    assert set(planned(copy, *tier, "--", "balance")) == {"plan_balance", "table", "figure", "balance", "total"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_diverged_run_still_gives_table_and_figure(copy):
+    edit(copy / "experiments" / "precision.yaml", lambda d: small(d, lr=1e30, steps=4))
+    snakemake(copy, "--config", "tier=ci", "--", "precision")
+    results = copy / "results" / "generated" / "ci" / "precision"
+    statuses = {json.loads(path.read_text())["status"] for path in results.rglob("manifest.json")}
+    assert statuses == {"diverged"}
+    assert "0/1 |  diverged |" in re.sub(" +", " ", (results / "precision.md").read_text()).replace("| d", "|  d")
+    assert (results / "precision.png").stat().st_size > 1000
+    assert planned(copy, "--config", "tier=ci", "--", "precision") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_refused_run_stops_its_branch_and_no_other(copy):
+    edit(copy / "experiments" / "precision.yaml", lambda d: small(d, data={"source": "no/such/file.txt"}))
+    output = snakemake(copy, "--config", "tier=ci", "--keep-going", "--", "precision", "balance", check=False)
+    assert "no/such/file.txt" in output
+    results = copy / "results" / "generated" / "ci"
+    assert (results / "balance" / "balance.md").exists()
+    assert not (results / "precision" / "precision.md").exists()
