@@ -69,11 +69,11 @@ def shuffle(data: Any, seed: int) -> Any:
     return [shuffle(value, seed) for value in data] if isinstance(data, list) else data
 
 
-def small(data: dict[str, Any], **base: Any) -> None:
+def small(experiment: dict[str, Any], **base: Any) -> None:
     """Cut an experiment's ci tier down to two systems on one rank."""
-    names = [system["id"] for system in data["systems"] if system["id"] not in ("sc", "canzona")]
-    data["tiers"]["ci"]["meshes"] = [{"dp": 1, "tp": 1, "without": names}]
-    data["tiers"]["ci"].setdefault("base", {}).update({"layers": 1, **base})
+    names = [system["id"] for system in experiment["systems"] if system["id"] not in ("sc", "canzona")]
+    experiment["tiers"]["ci"]["meshes"] = [{"dp": 1, "tp": 1, "without": names}]
+    experiment["tiers"]["ci"].setdefault("base", {}).update({"layers": 1, **base})
 
 
 def test_lint_and_format():
