@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +14,22 @@ from impl.errors import ConfigError, unknown
 from impl.models.catalogue import ModelConfig
 from impl.models.parameters import ParamSpec
 from impl.optimizers.base import Optimizer, create
-from impl.optimizers.routing import route
+from impl.optimizers.routing import Route, route
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is planned: the trainable parameters of a model on ``tp`` ranks, and the optimizer of each."""
+    """What is planned: the trainable parameters of a model on ``tp`` ranks, and the optimizer of each.
+
+    routes: one for every parameter of the model, frozen ones too.
+    """
 
     model: str
     optimizer: str
     tp: int
     parameters: tuple[ParamSpec, ...]
     costs: tuple[Optimizer, ...]
+    routes: tuple[Route, ...]
 
 
 @dataclass(frozen=True)
@@ -35,18 +40,28 @@ class Planned:
     report: dict[str, Any]
 
 
-def workload(config: ModelConfig, optimizer: str, tp: int) -> Workload:
+def workload(
+    config: ModelConfig,
+    optimizer: str,
+    tp: int,
+    *,
+    frozen: Sequence[str] = (),
+    rules: Mapping[str, Optimizer] | None = None,
+) -> Workload:
     """Return the workload of ``config`` with ``optimizer`` for its matrices and AdamW for the rest.
 
-    Raises :class:`ConfigError` if ``tp`` does not fit the model or the optimizer is unknown.
+    frozen: globs of parameters that are not trained; rules: the optimizers by name, by default with their defaults.
+
+    Raises :class:`ConfigError` if ``tp`` does not fit the model, the optimizer is unknown or a glob matches nothing.
     """
     if tp < 1:
         raise ConfigError(f"--tp {tp}: give the number of tensor-parallel ranks, at least 1")
     parameters = config.parameters(tp)
-    routes = route(parameters, optimizer)
-    used = {name: create(name) for name in {r.optimizer for r in routes} if name is not None}
-    costs = tuple(used[r.optimizer] for r in routes if r.optimizer is not None)
-    return Workload(config.name, optimizer, tp, parameters, costs)
+    routes = route(parameters, optimizer, frozen)
+    if rules is None:
+        rules = {name: create(name) for name in {r.optimizer for r in routes} if name is not None}
+    trained = [(p, rules[r.optimizer]) for p, r in zip(parameters, routes, strict=True) if r.optimizer is not None]
+    return Workload(config.name, optimizer, tp, tuple(p for p, _ in trained), tuple(o for _, o in trained), routes)
 
 
 def plan_workload(load: Workload, strategy: str, dp: int, options: PlanOptions) -> Planned:

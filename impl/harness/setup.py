@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from impl.canzona import balance
 from impl.canzona.plan import Plan
-from impl.canzona.strategies import make_plan
 from impl.errors import ConfigError
 from impl.harness import data
+from impl.harness.planning import plan_workload, workload
 from impl.harness.spec import RunSpec
 from impl.models import catalogue
 from impl.models.catalogue import ModelConfig
 from impl.optimizers.base import Optimizer, create
-from impl.optimizers.routing import ELEMENTWISE, Route, route
+from impl.optimizers.routing import ELEMENTWISE, Route
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,10 @@ class Setup:
 def prepare(spec: RunSpec) -> Setup:
     """Return the setup of ``spec``; raises :class:`ConfigError` for anything in it that cannot work."""
     model = catalogue.load(spec.model, spec.layers)
-    model.check(spec.tp)
-    parameters = model.parameters(spec.tp)
-    routes = route(parameters, spec.optimizer, spec.frozen)
     optimizers = create_optimizers(spec)
-    trained = [(p, optimizers[r.optimizer]) for p, r in zip(parameters, routes, strict=True) if r.optimizer]
-    begin = time.perf_counter()
-    plan = make_plan(spec.strategy, [p for p, _ in trained], [o for _, o in trained], spec.dp, spec.tp, spec.plan)
-    seconds = time.perf_counter() - begin
-    report = balance.report(plan, [o for _, o in trained], seconds)
-    return Setup(model, routes, optimizers, plan, {"digest": plan.digest, **report})
+    load = workload(model, spec.optimizer, spec.tp, frozen=spec.frozen, rules=optimizers)
+    planned = plan_workload(load, spec.strategy, spec.dp, spec.plan)
+    return Setup(model, load.routes, optimizers, planned.plan, {"digest": planned.plan.digest, **planned.report})
 
 
 def create_optimizers(spec: RunSpec) -> dict[str, Optimizer]:
