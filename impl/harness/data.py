@@ -114,9 +114,11 @@ def _folder(folder: Path) -> tuple[str, list[Path]]:
 def _dataset_opener(spec: DataSpec, kind: str, files: list[Path]) -> Callable[[int, int], Any]:
     from datasets import disable_progress_bars, load_dataset, logging  # slow to import, and not needed for text
     from datasets.distributed import split_dataset_by_node
+    from huggingface_hub.utils import logging as hub_logging
 
     disable_progress_bars()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # each of its retries would be a warning
     try:
         if kind == "hub":
             dataset = load_dataset(spec.source, spec.subset, split=spec.split, streaming=True)

@@ -133,7 +133,6 @@ def _environment(runtime: RuntimeSpec) -> dict[str, str]:
         "OMP_NUM_THREADS": str(runtime.threads),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
-        **({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if runtime.deterministic else {}),
     }
 
 

@@ -64,8 +64,10 @@ def load_tokenizer(name: str, vocabulary: int) -> Tokenizer:
 
 
 def _pretrained(name: str) -> PretrainedTokenizer:
-    from transformers import AutoTokenizer  # slow to import, and not needed for bytes
+    from huggingface_hub.utils import logging  # slow to import, and not needed for bytes
+    from transformers import AutoTokenizer
 
+    logging.set_verbosity_error()  # each of its retries would be a warning
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a dozen types, bare Exception among them

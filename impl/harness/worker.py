@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from impl.harness.spec import Frozen, RuntimeSpec
 
+START_TIMEOUT = timedelta(minutes=5)
+"""Ranks import at different speeds on a busy machine; that is no reason to fail."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -51,7 +54,8 @@ class Rank:
     def join(self, device_type: str, runtime: RuntimeSpec) -> torch.device:
         """Apply ``runtime``, enter the default process group (NCCL for ``cuda``, gloo for ``cpu``), return the device.
 
-        All ranks must call.  A collective that takes longer than the time-out raises.
+        All ranks must call, and wait here for the last one to arrive.  Afterwards a collective that takes longer than
+        the time-out raises.
         """
         import torch
         import torch.distributed as dist
@@ -63,8 +67,14 @@ class Rank:
         device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", self.local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if runtime.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has no other way to be told
+        store, rank, world = next(dist.rendezvous("env://", timeout=START_TIMEOUT))  # type: ignore[attr-defined]
+        store.set(f"arrived-{rank}", "")
+        store.wait([f"arrived-{other}" for other in range(world)], START_TIMEOUT)
         timeout = timedelta(seconds=runtime.collective_timeout_s)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         return device
 
 
