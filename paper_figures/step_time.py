@@ -55,12 +55,12 @@ def ratio(frame: pd.DataFrame, system: str, reference: str, phase: str) -> Estim
 
 
 def verdict(estimate: Estimate) -> str:
-    """Return what a paired ratio of times shows about its numerator."""
+    """Return what a paired ratio of times shows about its numerator; *faster* in percent of the other's time."""
     if estimate.n < MINIMUM_N:
         return f"no verdict below n = {MINIMUM_N}"
-    if estimate.high < 1:
-        return "faster"
-    return "slower" if estimate.low > 1 else "no difference shown"
+    if estimate.low <= 1 <= estimate.high:
+        return "no difference shown"
+    return f"{abs(1 - estimate.value):.0%} {'faster' if estimate.value < 1 else 'slower'}"
 
 
 def main_table(frame: pd.DataFrame) -> str:

@@ -129,8 +129,8 @@ def test_step_time_table_shows_medians_ratios_and_n(timed):
 @pytest.mark.parametrize(
     ("value", "low", "high", "n", "said"),
     [
-        (0.5, 0.4, 0.6, 20, "faster"),
-        (1.5, 1.4, 1.6, 20, "slower"),
+        (0.52, 0.4, 0.6, 20, "48% faster"),
+        (1.5, 1.4, 1.6, 20, "50% slower"),
         (1.0, 0.9, 1.1, 20, "no difference shown"),
         (0.5, 0.4, 0.6, 4, "no verdict below n = 5"),
         (math.nan, math.nan, math.nan, 0, "no verdict below n = 5"),
