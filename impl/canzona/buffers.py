@@ -44,6 +44,8 @@ class FamilyBuffer:
         self._gradient_views: dict[int, Tensor] = {}
         for slot in family.slots:
             parameter = modules[names[slot.parameter]]
+            if parameter.dtype != first.dtype:
+                raise ValueError(f"{names[slot.parameter]} is {parameter.dtype}, others of its buffer {first.dtype}")
             view = self.parameters[slot.start : slot.end].view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
@@ -55,9 +57,9 @@ class FamilyBuffer:
     def accumulate(self, parameter: int) -> None:
         """Add the parameter's fresh gradient to its fp32 sum and free it."""
         module_parameter = self.module_parameters[parameter]
-        if module_parameter.grad is not None:
-            self._gradient_views[parameter].add_(module_parameter.grad)
-            module_parameter.grad = None
+        assert module_parameter.grad is not None, "called from the hook that follows its accumulation"
+        self._gradient_views[parameter].add_(module_parameter.grad)
+        module_parameter.grad = None
 
     def gradient(self, start: int, end: int) -> Tensor:
         """Return the view of the gradients in ``[start, end)``."""

@@ -1,6 +1,6 @@
 """The distributed step: executes a plan on a DP x TP mesh, whichever strategy made it.
 
-One step is ``microbatch()`` for each microbatch, then ``step()``:
+One step is ``begin_step()``, ``microbatch()`` for each microbatch, then ``step()``:
 
 - gradients are summed per bucket *during* the last backward, in an order that is the same on every rank;
 - the global norm takes one small reduction;
@@ -24,7 +24,6 @@ from impl.canzona.clock import Clock
 from impl.canzona.collectives import (
     Communicator,
     Ledger,
-    all_gather_single,
     make_reduction,
     same_on_all_ranks,
     sum_in_order,
@@ -66,6 +65,7 @@ class Engine:
 
     Every rank of ``mesh`` makes one with the same plan and calls its methods in the same order.  A trainable parameter
     without a gradient counts as zero gradient: its momentum and weight decay go on, and no rank waits for another.
+    Parameters are updated in place behind autograd's back: no graph may be kept from before a step to after it.
 
     model: this rank's TP shards; after construction its trainable parameters are views into flat buffers.
     optimizers: by the names that the plan's families carry.
@@ -87,7 +87,7 @@ class Engine:
         self.clock, self.ledger = Clock(mesh.device), Ledger()
         self._dp = Communicator(mesh.dp_group, "dp", self.ledger)
         self._tp = Communicator(mesh.tp_group, "tp", self.ledger)
-        self._world = Communicator(mesh.world_group, "world", self.ledger)
+        self.world = Communicator(mesh.world_group, "world", self.ledger)
         modules = _trainable(model, plan)
         self._buffers = [FamilyBuffer(plan, family, modules, mesh.dp_rank) for family in plan.families]
         self._optimizers = {family.name: optimizers[family.optimizer] for family in plan.families}
@@ -95,11 +95,6 @@ class Engine:
         self._synchronizer = ParameterSynchronizer(model, self._buffers, self._dp, self.clock)
         self._states: dict[str, State] = self._init_states()
         self._step = 0
-
-    @property
-    def steps_done(self) -> int:
-        """Number of steps so far."""
-        return self._step
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -120,14 +115,15 @@ class Engine:
             self._reducer.wait()
             self._sum_partial_gradients()
         with self.clock("grad_norm"):
-            norm = global_norm(self._buffers, self.plan, self.mesh, self._world)
+            norm = global_norm(self._buffers, self.plan, self.mesh, self.world)
         scale = clip_scale(norm, self.options.clip)
         self._step += 1
+        with self.clock("param_sync"):
+            self._synchronizer.wait()  # buckets that no forward needed are still on their way
         with self.clock("optimizer_step"):
             self._update(lr, scale)
         with self.clock("param_sync"):
             self._publish()
-        self._reducer.clear()
         return StepInfo(norm, scale)
 
     def synchronize(self) -> None:
@@ -135,7 +131,7 @@ class Engine:
         self._synchronizer.wait()
 
     def begin_step(self) -> None:
-        """Reset the clock and the ledger."""
+        """Start a step's account: reset the clock and the ledger."""
         self.clock.reset()
         self.ledger.reset()
 
@@ -217,9 +213,11 @@ class Engine:
         if not parts:
             return
         flat = torch.cat(parts)
-        rows = flat.new_empty(self.mesh.tp * len(flat))
-        self._tp.count("grad_reduce", (self.mesh.tp - 1) * 4 * len(flat))
-        all_gather_single(rows, flat, group=self.mesh.tp_group)
+        size = len(flat)
+        rows = flat.new_empty(self.mesh.tp * size)
+        rows[self.mesh.tp_rank * size : (self.mesh.tp_rank + 1) * size] = flat
+        cuts = [rank * size for rank in range(self.mesh.tp + 1)]
+        self._tp.all_gather(rows, cuts, "grad_reduce").wait()
         total = sum_in_order(rows.view(self.mesh.tp, -1))
         for part, summed in zip(parts, total.split([len(p) for p in parts]), strict=True):
             part.copy_(summed)

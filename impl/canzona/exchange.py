@@ -45,6 +45,7 @@ class Exchange:
         self._gathering: Pending | None = None
         self._scattering: Pending | None = None
         self._received = self._returned = torch.empty(0)
+        self._updates: dict[int, Tensor] = {}
 
     def start_gather(self) -> None:
         """Send this rank's shards to their hosts."""
@@ -75,8 +76,8 @@ class Exchange:
 
     def start_scatter(self, updates: Mapping[int, Tensor]) -> None:
         """Send each rank its shard of the updates that this rank computed."""
-        self._updates = {i: self._own_shard(i, u) for i, u in updates.items()}
         travelling = [i for i in self._cut if self._hosts[i] != EVERY]
+        self._updates = {i: self._own_shard(i, u) for i, u in updates.items() if i not in set(travelling)}
         if not travelling:
             return
         size = self._tp.size
@@ -98,7 +99,8 @@ class Exchange:
                 ends.append(ends[-1] + self._local[index].numel())
             for index, (low, high) in zip(indices, pairwise(ends), strict=True):
                 self._updates[index] = self._returned[low:high].view(self._local[index].shape)
-        return self._updates
+        updates, self._updates, self._returned = self._updates, {}, torch.empty(0)  # the group's memory ends here
+        return updates
 
     def _for_host(self, host: int) -> list[int]:
         return [i for i in self._cut if self._hosts[i] in (host, EVERY)]

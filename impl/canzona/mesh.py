@@ -28,18 +28,17 @@ class Mesh:
     world_group: dist.ProcessGroup
     device: torch.device
 
-    @classmethod
-    def create(
-        cls, dp: int, tp: int, device: torch.device, *, timeout: timedelta | None = None, ranks: list[int] | None = None
-    ) -> Mesh:
-        """Build the groups; every rank of the default process group must call this with the same arguments.
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the mesh."""
+        return self.dp_rank * self.tp + self.tp_rank
 
-        ranks: the global ranks of the mesh in mesh order; all of them by default.
-        """
-        order = list(range(dist.get_world_size())) if ranks is None else ranks
+    @classmethod
+    def create(cls, dp: int, tp: int, device: torch.device, *, timeout: timedelta | None = None) -> Mesh:
+        """Build the groups; every rank of the default process group must call this with the same arguments."""
+        order, me = list(range(dist.get_world_size())), dist.get_rank()
         if len(order) != dp * tp:
             raise ValueError(f"a {dp} x {tp} mesh needs {dp * tp} ranks, there are {len(order)}")
-        me = order.index(dist.get_rank())
         rows = [_group(order[d * tp : (d + 1) * tp], timeout) for d in range(dp)]
         columns = [_group(order[t::tp], timeout) for t in range(tp)]
         world = _group(order, timeout)

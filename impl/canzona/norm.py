@@ -9,7 +9,7 @@ either written by one rank only or an exact integer, so the order of that sum do
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ LIMB_BITS = 20
 """2**33 elements may be added before a limb leaves float64's exact integers."""
 TOP = 260
 """Squares of finite fp32 numbers are below 2**256; the grid starts above."""
+CHUNK = 2**24
+"""Elements that are summed at a time, which bounds the float64 copies."""
 LIMBS = 29
 """Down to 2**-320: the square of the smallest subnormal fp32 number is 2**-298."""
 
@@ -77,7 +79,19 @@ def global_norm(buffers: Sequence[FamilyBuffer], plan: Plan, mesh: Mesh, world: 
                 sums[piece.parameter * mesh.tp + mesh.tp_rank] = square_sum(gradient)
             else:
                 elementwise.append(gradient)
-    if elementwise:
-        sums[-LIMBS:] = square_limbs(torch.cat(elementwise))
+    for chunk in _chunks(elementwise):
+        sums[-LIMBS:] += square_limbs(chunk)
     world.all_reduce(sums, "grad_norm").wait()
     return math.sqrt(math.fsum(sums[:-LIMBS].tolist() + limbs_value(sums[-LIMBS:])))
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield all elements of flat ``tensors``, many small ones or a part of a large one at a time."""
+    batch: list[Tensor] = []
+    for part in (part for tensor in tensors for part in tensor.split(CHUNK)):
+        if batch and sum(map(len, batch)) + len(part) > CHUNK:
+            yield torch.cat(batch)
+            batch = []
+        batch.append(part)
+    if batch:
+        yield torch.cat(batch)

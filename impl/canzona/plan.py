@@ -199,6 +199,7 @@ def validate(plan: Plan) -> None:
         for number, bucket in enumerate(family.buckets):
             where = f"{family.name} bucket {number}"
             _check(bucket.start == position and bucket.end > bucket.start, f"{where}: buckets do not tile the buffer")
+            _check(bool(bucket.slots), f"{where} is empty")
             position = bucket.end
             _check_segments(plan, family, bucket, where)
             at = bucket.start
@@ -240,6 +241,7 @@ def _check_owner(plan: Plan, family: Family, bucket: Bucket, slot: Slot) -> None
 
 def _check_micro_groups(plan: Plan) -> None:
     _check(len(plan.micro_groups) == plan.dp, "micro-groups are needed for every DP rank")
+    home = {slot.parameter: family.name for family in plan.families for slot in family.slots}
     for rank, groups in enumerate(plan.micro_groups):
         due = {p.parameter for f in plan.families if f.atomic for p in f.pieces(rank)}
         listed = [p for group in groups for p in group.parameters]
@@ -247,6 +249,8 @@ def _check_micro_groups(plan: Plan) -> None:
         _check(set(listed) == due, f"DP rank {rank}: micro-groups and owned matrices differ")
         for group in groups:
             _check(len(group.parameters) == len(group.hosts) > 0, f"DP rank {rank}: every matrix needs one host")
+            families = {home[parameter] for parameter in group.parameters}
+            _check(len(families) == 1, f"DP rank {rank}: a micro-group mixes {families}")
             for parameter, host in zip(group.parameters, group.hosts, strict=True):
                 whole = plan.parameters[parameter].tp_dim is None or plan.tp == 1
                 ok = host in (0, EVERY) if plan.tp == 1 else (host == EVERY if whole else EVERY <= host < plan.tp)

@@ -34,6 +34,7 @@ class GradientReducer:
         }
         self._missing: list[set[int]] = []
         self._open = self._last = False
+        self._fresh = True
         self._next = 0
         self._pending: list[Pending] = []
         for buffer in buffers:
@@ -41,10 +42,18 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, buffer, index))
 
     def open(self, *, last: bool) -> None:
-        """Begin a microbatch; reductions start only in the last one of a step."""
+        """Begin a microbatch; reductions start only in the last one of a step.
+
+        Raises ``RuntimeError`` if the last one has been and its step is still due.
+        """
+        if self._next:
+            raise RuntimeError("microbatch() after the last one of a step: call engine.step() first")
+        if self._fresh:
+            for buffer in self._buffers:
+                buffer.gradients.zero_()
+        self._fresh = False
         self._open, self._last = True, last
         self._missing = [{slot.parameter for slot in bucket.slots} for _, bucket in self._order]
-        self._next = 0
 
     def close(self) -> None:
         """End a microbatch; after the last one every bucket is on its way."""
@@ -54,15 +63,16 @@ class GradientReducer:
         self._open = False
 
     def wait(self) -> None:
-        """Wait for all reductions of the step, in the order in which they started."""
+        """Wait for all reductions of the step, in the order in which they started.
+
+        The next microbatch starts from zero.  Raises ``RuntimeError`` if there was no last microbatch.
+        """
+        if self._next < len(self._order):
+            raise RuntimeError("engine.step() needs a microbatch(last=True) before it: gradients are not reduced")
         for pending in self._pending:
             pending.wait()
         self._pending = []
-
-    def clear(self) -> None:
-        """Zero the gradients for the next step."""
-        for buffer in self._buffers:
-            buffer.gradients.zero_()
+        self._fresh, self._next = True, 0
 
     def _arrived(self, buffer: FamilyBuffer, index: int, _: Tensor) -> None:
         if not self._open:

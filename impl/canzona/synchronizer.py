@@ -7,7 +7,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import nn
 
 from impl.canzona.buffers import FamilyBuffer
@@ -40,6 +39,14 @@ class ParameterSynchronizer:
         self._order = sorted(per_bucket, key=lambda item: min(slot.parameter for slot in item[1].slots))
         self._once = [b for b in buffers if b.family.synchronization == "once"]
         self._pending: dict[Key, Pending] = {}
+        owned = [
+            [(buffer, piece) for buffer in self._once for piece in buffer.family.pieces(rank)]
+            for rank in range(communicator.size)
+        ]
+        self._once_cuts = [0, *accumulate(sum(piece.end - piece.start for _, piece in pieces) for pieces in owned)]
+        self._once_views = [
+            (buffer.parameters[piece.start : piece.end], rank) for rank, ps in enumerate(owned) for buffer, piece in ps
+        ]
         home = {
             id(buffers[b].module_parameters[slot.parameter]): (b, n)
             for (b, n), bucket in per_bucket
@@ -76,16 +83,8 @@ class ParameterSynchronizer:
 
     def _gather_once(self) -> None:
         """One blocking uneven all-gather of whole parameters, flattened by owner (NV-layerwise, ping-pong)."""
-        owned = [
-            [(buffer, piece) for buffer in self._once for piece in buffer.family.pieces(rank)]
-            for rank in range(self._comm.size)
-        ]
-        sizes = [sum(piece.end - piece.start for _, piece in pieces) for pieces in owned]
-        cuts = [0, *accumulate(sizes)]
-        flat = torch.empty(cuts[-1], dtype=self._once[0].parameters.dtype, device=self._once[0].parameters.device)
-        views = [
-            (buffer.parameters[piece.start : piece.end], rank) for rank, ps in enumerate(owned) for buffer, piece in ps
-        ]
+        views, cuts = self._once_views, self._once_cuts
+        flat = views[0][0].new_empty(cuts[-1])
         parts = flat.split([len(view) for view, _ in views])
         for part, (view, rank) in zip(parts, views, strict=True):
             if rank == self._comm.rank:

@@ -82,8 +82,8 @@ def latest(folder: Path) -> int | None:
     return max(steps(folder), default=None)
 
 
-def load(folder: Path, step: int, rank: int, *, spec: str, plan: str, device: str) -> Checkpoint:
-    """Return this rank's part of the checkpoint of ``step``.
+def load(folder: Path, step: int, rank: int, *, spec: str, plan: str) -> Checkpoint:
+    """Return this rank's part of the checkpoint of ``step``, in host memory.
 
     Raises :class:`CorruptRecord` if it cannot be read or was written under other settings or another plan.
     """
@@ -91,7 +91,7 @@ def load(folder: Path, step: int, rank: int, *, spec: str, plan: str, device: st
     advice = f"delete {path} to resume from the one before"
     try:
         meta = json.loads((path / f"rank-{rank}.json").read_text())
-        tensors = load_file(path / f"rank-{rank}.safetensors", device=device)
+        tensors = load_file(path / f"rank-{rank}.safetensors")
         part = Checkpoint(meta["step"], meta["spec"], meta["plan"], meta["data"], tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CorruptRecord(f"checkpoint of step {step} cannot be read ({error}): {advice}") from None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import torch.distributed as dist
 
-from impl.canzona.collectives import all_gather_single
-from impl.canzona.mesh import Mesh
+from impl.canzona.engine import Engine
 from impl.harness.record import read_rows
 
 PHASES = ("grad_reduce", "grad_norm", "optimizer_step", "tp_exchange", "param_sync", "loss")
-"""Phases that could communicate; ``loss`` is the mean that is reported."""
+"""Phases of which a record shows the bytes, also where they are zero; ``loss`` is the mean that is reported."""
 
 
 def from_rows(metrics: Path) -> dict[str, Any]:
@@ -35,23 +35,48 @@ def from_rows(metrics: Path) -> dict[str, Any]:
     }
 
 
-def all_phases(counted: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Return the bytes by phase with a zero for every communication phase that sent nothing."""
-    return {phase: counted.get(phase, {"dp": 0, "tp": 0, "world": 0}) for phase in (*PHASES, *counted)}
+def engine_facts(engine: Engine, audit: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what the ranks counted in their last step; every rank of the engine's mesh must call.
+
+    audit: of a whole step in this process (:class:`impl.canzona.audit.Audit`), None if none ran.
+
+    ``bytes`` are logical, by phase and mesh axis; those of ``optimizer_step`` over DP are what the audit saw, whoever
+    sent it.  ``audit`` has calls and tensor bytes by phase and group.  Both are the largest over ranks, and None
+    without an audit.  ``state_bytes`` has a row per rank.
+    """
+    mesh = engine.mesh
+    mine = {"bytes": engine.ledger.bytes(), "audit": audit, "state_bytes": engine.state_bytes()}
+    everyone: list[Any] = [None] * (mesh.dp * mesh.tp)
+    dist.all_gather_object(everyone, mine, group=mesh.world_group)
+    state = [rank["state_bytes"] for rank in everyone]
+    if audit is None:
+        return {"bytes": None, "audit": None, "state_bytes": state}
+    seen = largest([rank["audit"] for rank in everyone])
+    counted = largest([rank["bytes"] for rank in everyone])
+    in_step = seen.get("optimizer_step", {})
+    silent = {axis: in_step.get(axis, {}).get("tensor_bytes", 0) for axis in ("dp", "world")}
+    counted["optimizer_step"] = {"dp": silent["dp"], "tp": 0, "world": silent["world"]}
+    zero = {"dp": 0, "tp": 0, "world": 0}
+    return {
+        "bytes": {phase: counted.get(phase, zero) for phase in (*PHASES, *counted)},
+        "audit": seen,
+        "state_bytes": state,
+    }
+
+
+def largest(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the largest value of every leaf of nested counts; what is missing counts as absent."""
+    out: dict[str, Any] = {}
+    for key in dict.fromkeys(key for tree in trees for key in tree):
+        found = [tree[key] for tree in trees if key in tree]
+        out[key] = largest(found) if isinstance(found[0], dict) else max(found)
+    return out
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
     """Return median, quartiles (linear interpolation) and number of ``values``."""
     low, median, high = np.percentile(values, [25, 50, 75])
     return {"median": float(median), "q25": float(low), "q75": float(high), "n": len(values)}
-
-
-def gather_state_bytes(mine: dict[str, int], mesh: Mesh) -> list[dict[str, int]]:
-    """Return the bytes of masters and optimizer state of every rank; all ranks must call."""
-    own = torch.tensor([mine["master"], mine["state"]], device=mesh.device)
-    rows = own.new_empty(2 * mesh.dp * mesh.tp)
-    all_gather_single(rows, own, group=mesh.world_group)
-    return [{"master": master, "state": state} for master, state in rows.view(-1, 2).tolist()]
 
 
 def summary(status: str, result: dict[str, Any], manifest: Path) -> str:

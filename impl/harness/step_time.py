@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,12 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from impl.canzona.audit import Audit
 from impl.canzona.engine import Engine
 from impl.canzona.mesh import Mesh
 from impl.errors import ConfigError
 from impl.harness.experiments import StepTimeSpec, System
 from impl.harness.progress import Progress
 from impl.harness.record import append_row
+from impl.harness.results import engine_facts
 from impl.harness.setup import device_type, prepare
 from impl.harness.training import Trainer, build
 from impl.harness.worker import Rank
@@ -46,12 +47,20 @@ class Contestant:
         """
         engine = self.trainer.engine
         engine.begin_step()
-        begin = time.perf_counter()
         self.trainer.accumulate(tokens)
         engine.step(self.trainer.spec.lr)
         seconds = engine.clock.seconds()
         forward_backward = sum(seconds.get(phase, 0.0) for phase in ("forward", "backward", "grad_reduce"))
-        return {**seconds, "forward_backward": forward_backward, "iteration": time.perf_counter() - begin}
+        return {**seconds, "forward_backward": forward_backward}
+
+    def audited_step(self, tokens: torch.Tensor) -> None:
+        """Run one slow step in which every collective is seen, whoever sends it."""
+        engine = self.trainer.engine
+        audit = Audit.of_mesh(self.trainer.mesh, lambda: engine.clock.phase)
+        with audit:
+            self.step(tokens)
+        engine.synchronize()
+        self.trainer.audit = audit.result()
 
 
 def run(me: Rank) -> None:
@@ -68,10 +77,12 @@ def run(me: Rank) -> None:
     if me.terminal is not None:
         progress = Progress(me.terminal, spec.repetitions, base.runtime.heartbeat_s, unit="repetition")
     me.folder.metrics.unlink(missing_ok=True)  # a repetition means nothing beside those of another process
+    for one in contestants:
+        one.audited_step(contestants[0].trainer.stream.batch(1).to(device))
     gc.collect()
     gc.disable()  # a collection inside a timed step would be charged to whichever system it falls on
     for repetition in range(-spec.warmup, spec.repetitions):
-        tokens = contestants[0].trainer.stream.batch(repetition + spec.warmup + 1).to(device)
+        tokens = contestants[0].trainer.stream.batch(repetition + spec.warmup + 2).to(device)
         turn = repetition % len(contestants)
         for one in contestants[turn:] + contestants[:turn]:
             dist.barrier(group=mesh.world_group)
@@ -84,7 +95,7 @@ def run(me: Rank) -> None:
         if progress is not None and repetition >= 0:
             progress.advance(repetition + 1)
     gc.enable()
-    result = {"systems": {one.system.id: facts(one, mesh) for one in contestants}}
+    result = {"systems": {one.system.id: facts(one) for one in contestants}}
     if me.rank == 0:
         me.folder.finish(spec, "done", result=result)
     dist.barrier(group=mesh.world_group)
@@ -114,21 +125,8 @@ def slowest(seconds: dict[str, float], mesh: Mesh) -> dict[str, float]:
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def facts(one: Contestant, mesh: Mesh) -> dict[str, Any]:
-    """Return what a system's ranks counted in their last step, bytes as the largest over ranks; all ranks must call."""
+def facts(one: Contestant) -> dict[str, Any]:
+    """Return what a system's ranks counted, and its plan; every rank must call."""
     engine = one.trainer.engine
-    everyone: list[Any] = [None] * (mesh.dp * mesh.tp)
-    mine = {"bytes": engine.ledger.bytes(), "state_bytes": engine.state_bytes()}
-    dist.all_gather_object(everyone, mine, group=mesh.world_group)
-    largest: dict[str, dict[str, int]] = {}
-    for rank in everyone:
-        for phase, by in rank["bytes"].items():
-            into = largest.setdefault(phase, {})
-            for dimension, count in by.items():
-                into[dimension] = max(into.get(dimension, 0), count)
-    return {
-        "bytes": largest,
-        "state_bytes": [rank["state_bytes"] for rank in everyone],
-        "nv_version": engine.plan.version,
-        "plan": one.trainer.setup.report,
-    }
+    plan = {"nv_version": engine.plan.version, "plan": one.trainer.setup.report}
+    return {**engine_facts(engine, one.trainer.audit), **plan}

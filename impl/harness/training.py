@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,7 +106,7 @@ class Trainer:
     @property
     def rank(self) -> int:
         """Number of this rank."""
-        return self.mesh.dp_rank * self.mesh.tp + self.mesh.tp_rank
+        return self.mesh.rank
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
@@ -130,7 +129,8 @@ class Trainer:
         """Load the last checkpoint, if there is one; return the number of steps that are done."""
         found = checkpoint.latest(self.folder.checkpoints) or 0 if self.rank == 0 else 0
         newest = torch.tensor([found], device=self.mesh.device)
-        dist.broadcast(newest, src=0)  # file systems of other machines may lag behind
+        # rank 0 decides: file systems of other machines may lag behind
+        dist.broadcast(newest, group=self.mesh.world_group, group_src=0)
         step = int(newest)
         if self.rank == 0:
             cut_rows(self.folder.metrics, step)
@@ -141,7 +141,6 @@ class Trainer:
                 self.rank,
                 spec=self.spec.digest,
                 plan=self.setup.plan.digest,
-                device=str(self.mesh.device),
             )
             self.engine.load_state_dict(part.tensors)
             self.stream.load_state_dict(part.data)
@@ -167,20 +166,20 @@ class Trainer:
     def step(self, step: int, *, audited: bool) -> bool:
         """Run one step and write its row; return whether loss and gradient norm are finite."""
         spec, engine = self.spec, self.engine
-        begin = time.perf_counter()
+        tokens = self.stream.batch(step)
+        gpt.check_tokens(tokens, self.setup.model)
         engine.begin_step()
         lr = learning_rate(spec.schedule, spec.lr, step, spec.steps)
         audit = Audit.of_mesh(self.mesh, lambda: engine.clock.phase) if audited else None
         with audit or nullcontext():
-            local = self.accumulate(self.stream.batch(step).to(self.mesh.device))
+            local = self.accumulate(tokens.to(self.mesh.device))
             info = engine.step(lr)
         if audit is not None:
             self.audit = audit.result()
         loss = self.mean_loss(local)
-        iteration = time.perf_counter() - begin
-        speed = spec.batch * spec.sequence / iteration
+        seconds = engine.clock.seconds()
+        speed = spec.batch * spec.sequence / seconds["iteration"]
         row = {"event": "step", "step": step, "loss": loss, "lr": lr, "grad_norm": info.grad_norm}
-        seconds = {**engine.clock.seconds(), "iteration": iteration}
         self.write({**row, "tokens_per_s": speed, "seconds": seconds, "audited": audited})
         if self.progress is not None:
             self.progress.step(step, loss, speed)
@@ -201,9 +200,7 @@ class Trainer:
     def mean_loss(self, local: Tensor) -> float:
         """Return the mean of the DP ranks' ``local`` loss, equal on every rank."""
         shared = local if self.mesh.tp_rank == 0 else torch.zeros_like(local)  # TP ranks hold the same loss
-        dist.all_reduce(shared, group=self.mesh.world_group)
-        world = self.spec.world_size
-        self.engine.ledger.add("loss", "world", 2 * (world - 1) / world * shared.element_size())
+        self.engine.world.all_reduce(shared, "loss").wait()
         return shared.item() / self.mesh.dp
 
     @torch.no_grad()
@@ -215,6 +212,7 @@ class Trainer:
         """
         self.engine.synchronize()
         heldout = self.stream.heldout()
+        gpt.check_tokens(heldout, self.setup.model)
         chunks = heldout.split(min(HELDOUT_CHUNK, self.spec.local_batch))
         sums = torch.zeros(len(chunks), dtype=torch.float64, device=self.mesh.device)
         for number in range(self.mesh.dp_rank, len(chunks), self.mesh.dp):
@@ -248,9 +246,9 @@ class Trainer:
         return digest
 
     def result(self, status: str, resumed_from: int) -> dict[str, Any]:
-        """Return the run's result as plain data (rank 0's numbers where nothing else is said)."""
+        """Return the run's result as plain data; seconds are rank 0's, bytes the largest over ranks."""
         digest = self.params_digest() if status == "done" else None
-        state_bytes = results.gather_state_bytes(self.engine.state_bytes(), self.mesh)
+        facts = results.engine_facts(self.engine, self.audit)
         if self.rank != 0:
             return {}
         report = self.setup.report
@@ -258,9 +256,7 @@ class Trainer:
             **results.from_rows(self.folder.metrics),
             "params_digest": digest,
             "resumed_from": resumed_from or None,
-            "bytes": results.all_phases(self.engine.ledger.bytes()),
-            "audit": self.audit,
-            "state_bytes": state_bytes,
+            **facts,
             "plan": report,
             "routing": [[r.name, r.optimizer, r.reason] for r in self.setup.routes],
             "over_capacity": report["over_capacity"],

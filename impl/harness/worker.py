@@ -15,16 +15,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from impl.errors import ConfigError
 from impl.harness.processes import die_with_parent
 from impl.harness.record import CorruptRecord, RunFolder, Spec, load_config, write_atomically
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
 
     from impl.harness.spec import Frozen, RuntimeSpec
 
@@ -39,6 +41,7 @@ class Rank:
     folder: of the run.
     local_rank, local_ranks: number among the ranks of this machine, and how many these are.
     terminal: where rank 0 reports progress; None on other ranks.
+    store: the store that all ranks share, if the process is in touch with it already.
     """
 
     folder: RunFolder
@@ -46,6 +49,7 @@ class Rank:
     local_rank: int
     local_ranks: int
     terminal: TextIO | None
+    store: Store | None = None
 
     def settings(self, cls: type[Frozen]) -> Any:
         """Return the run's settings, from its ``config.yaml``."""
@@ -69,12 +73,12 @@ class Rank:
             torch.cuda.set_device(device)
         if runtime.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has no other way to be told
-        store, rank, world = next(dist.rendezvous("env://", timeout=START_TIMEOUT))  # type: ignore[attr-defined]
-        store.set(f"arrived-{rank}", "")
+        store, world = self.store or open_store(), int(os.environ["WORLD_SIZE"])
+        store.set(f"arrived-{self.rank}", "")
         store.wait([f"arrived-{other}" for other in range(world)], START_TIMEOUT)
         timeout = timedelta(seconds=runtime.collective_timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=world, timeout=timeout)
         return device
 
 
@@ -107,21 +111,19 @@ def report_error(folder: Path, rank: int, error: BaseException) -> dict[str, Any
 def join_run(target: str, spec: Spec, folder: Path) -> int:
     """Become a rank of a run that the user's own torchrun starts, on one machine or several; return the exit code.
 
-    Rank 0 claims the folder, which all machines must see.  A rank that fails writes the manifest itself.  Raises
-    :class:`impl.errors.ConfigError` on rank 0.
+    Rank 0 claims the folder, which all machines must see, and the others touch it only after that.  A rank that fails
+    writes the manifest itself.  Raises :class:`impl.errors.ConfigError` on all ranks if the folder cannot be used.
     """
-    from impl.harness.record import EXIT_CODES, FINAL
+    from impl.harness.record import EXIT_CODES
 
     die_with_parent(os.getppid())
-    me = this_rank(folder, sys.stdout)
+    me = replace(this_rank(folder, sys.stdout), store=open_store())
     run = me.folder
-    finished = run.claim(spec) if me.rank == 0 else run.manifest()
-    if finished is not None and finished.get("status") in FINAL and finished.get("config_digest") == spec.digest:
+    ended = _claim(me, spec)
+    if ended:
         if me.rank == 0:
-            print(f"nothing to do: {run.path} is {finished['status']} with these settings")
-        return EXIT_CODES[finished["status"]]
-    if me.rank == 0:
-        run.begin()
+            print(f"nothing to do: {run.path} is {ended} with these settings")
+        return EXIT_CODES[ended]
     run.hold_as_rank()
     try:
         find(target)(me)
@@ -132,6 +134,32 @@ def join_run(target: str, spec: Spec, folder: Path) -> int:
         _leave(f"rank {me.rank}: {error}", 1)
     manifest = run.manifest() or {}
     _leave("", EXIT_CODES.get(manifest.get("status", "done"), 1) if me.rank == 0 else 0)
+
+
+def open_store() -> Store:
+    """Return the store of the ranks that torchrun started."""
+    import torch.distributed as dist
+
+    return next(dist.rendezvous("env://", timeout=START_TIMEOUT))[0]  # type: ignore[attr-defined]
+
+
+def _claim(me: Rank, spec: Spec) -> str:
+    """Claim the folder on rank 0 and tell the others; return the status of a run that has ended for good, else ''."""
+    assert me.store is not None
+    if me.rank == 0:
+        try:
+            ended = me.folder.claim(spec)
+            if ended is None:
+                me.folder.begin()
+        except ConfigError as error:
+            me.store.set("claim", f"refused:{error}")
+            raise
+        me.store.set("claim", f"ended:{ended['status'] if ended else ''}")
+    me.store.wait(["claim"], START_TIMEOUT)
+    verdict, _, text = me.store.get("claim").decode().partition(":")
+    if verdict == "refused":
+        raise ConfigError(text)
+    return text
 
 
 def main(parent: int, folder: Path, target: str) -> NoReturn:

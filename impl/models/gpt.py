@@ -149,11 +149,16 @@ def loss(model: PortableGPT, tokens: Tensor) -> Tensor:
     tokens: ``[b, s + 1]`` int64, identical on all tensor-parallel ranks, which must all call.  Gradients are complete
     on each rank except for parameters that are ``partial_over_tp``, which must be summed over the group.
     """
-    vocabulary = model.catalogued.arch.vocab_size
-    # on a GPU the check would wait for the device; there the embedding kernel itself asserts
-    if tokens.device.type == "cpu" and (tokens.min() < 0 or tokens.max() >= vocabulary):
-        raise ValueError(f"token ids must lie in 0..{vocabulary - 1}, found {int(tokens.min())}..{int(tokens.max())}")
+    if tokens.device.type == "cpu":  # on a GPU the check would wait for the device: check before moving them there
+        check_tokens(tokens, model.catalogued)
     return model(input_ids=tokens[:, :-1], position_ids=None, attention_mask=None, labels=tokens[:, 1:]).mean()
+
+
+def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
+    """Raise ``ValueError`` if a token id is not in the vocabulary: Megatron's layers would take it for another one."""
+    vocabulary = config.arch.vocab_size
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise ValueError(f"token ids must lie in 0..{vocabulary - 1}, found {int(tokens.min())}..{int(tokens.max())}")
 
 
 @torch.no_grad()
@@ -195,6 +200,8 @@ def _transformer_config(config: ModelConfig, tp: int, dtype: torch.dtype) -> Tra
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tp,
+        # Megatron's faster embedding backward is not deterministic on a GPU
+        deterministic_mode=torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available(),
         use_cpu_initialization=True,  # no device named in Megatron's allocations: ours applies
         perform_initialization=False,  # impl.models.weights draws the same values under every TP degree
         params_dtype=dtype,

@@ -15,7 +15,7 @@ from impl.harness.checkpoint import Checkpoint
 from impl.harness.diagnosis import diagnose
 from impl.harness.processes import is_stopped, signal_name
 from impl.harness.record import CorruptRecord, RunFolder
-from impl.harness.results import all_phases, from_rows, quartiles
+from impl.harness.results import from_rows, largest, quartiles
 
 
 def report(folder, rank: int, at: float, kind: str = "ValueError", status: str = "failed") -> None:
@@ -94,7 +94,7 @@ def test_checkpoints_keep_the_last_two_and_give_back_what_they_got(tmp_path, alo
         checkpoint.save(folder, part(step), 0, alone)
     assert checkpoint.steps(folder) == [4, 6]
     assert (folder / "latest").read_text() == "step-000006\n"
-    found = checkpoint.load(folder, 4, 0, spec="spec", plan="plan", device="cpu")
+    found = checkpoint.load(folder, 4, 0, spec="spec", plan="plan")
     assert (found.step, found.data) == (4, {"place": 4})
     assert all(torch.equal(found.tensors[k], v) for k, v in part(4).tensors.items())
     assert {p.suffix for p in (folder / "step-000006").iterdir()} == {".json", ".safetensors"}
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, alone, spec, plan, 
     if cut:
         os.truncate(tmp_path / "step-000002" / "rank-0.safetensors", 90)
     with pytest.raises(CorruptRecord, match=message):
-        checkpoint.load(tmp_path, 2, 0, spec=spec, plan=plan, device="cpu")
+        checkpoint.load(tmp_path, 2, 0, spec=spec, plan=plan)
 
 
 class Terminal(io.StringIO):
@@ -167,8 +167,4 @@ def test_result_of_rows(tmp_path):
         "phase_seconds": {"forward": {"median": 2.5, "q25": 2.25, "q75": 2.75, "n": 2}},
     }
     assert quartiles([3.0]) == {"median": 3.0, "q25": 3.0, "q75": 3.0, "n": 1}
-    assert all_phases({"param_sync": {"dp": 7, "tp": 0, "world": 0}})["optimizer_step"] == {
-        "dp": 0,
-        "tp": 0,
-        "world": 0,
-    }
+    assert largest([{"a": {"dp": 1}}, {"a": {"dp": 3, "tp": 2}, "b": 5}]) == {"a": {"dp": 3, "tp": 2}, "b": 5}
