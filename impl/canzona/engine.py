@@ -10,7 +10,7 @@ One step is ``begin_step()``, ``microbatch()`` for each microbatch, then ``step(
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -129,6 +129,21 @@ class Engine:
     def synchronize(self) -> None:
         """Wait for the gathered parameters; call it before reading them outside a forward."""
         self._synchronizer.wait()
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The newest parameters, a flat tensor per family; waits for none in flight."""
+        return tuple(buffer.parameters for buffer in self._buffers)
+
+    @property
+    def gradients(self) -> tuple[Tensor, ...]:
+        """The fp32 gradients, a flat tensor per family in the layout of :attr:`weights`."""
+        return tuple(buffer.gradients for buffer in self._buffers)
+
+    def bind(self, weights: Sequence[Tensor]) -> None:
+        """Let the module compute with ``weights``, another version in the layout of :attr:`weights` (weight stash)."""
+        for buffer, flat in zip(self._buffers, weights, strict=True):
+            buffer.bind(flat)
 
     def begin_step(self) -> None:
         """Start a step's account: reset the clock and the ledger."""
