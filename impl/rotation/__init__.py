@@ -1,1 +1,1 @@
-"""Asynchronous pipeline parallelism: schedules, stages with stashed weights, a delay-exact simulator and the runtime."""
+"""Asynchronous pipelines: schedules, stages with stashed weights, a delay-exact simulator and the runtime."""
