@@ -13,7 +13,7 @@ from torch import Tensor
 
 from impl.errors import ConfigError, unknown
 from impl.optimizers.base import HyperParameters, Optimizer, create
-from impl.rotation.schedule import Mode
+from impl.rotation.schedule import Mode, Schedule, staleness
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,20 @@ class StageContext:
     staleness: updates between the weights of a gradient and those it is applied to, once the pipeline is full; derived
         from the schedule.
     updates: of the whole run.
+    profile: staleness of every stage, for methods that share a budget out; empty if not known.
     """
 
     stage: int
     stages: int
     staleness: int
     updates: int
+    profile: tuple[int, ...] = ()
+
+
+def contexts(schedule: Schedule) -> tuple[StageContext, ...]:
+    """Return the context of every stage of ``schedule``."""
+    profile = staleness(schedule)
+    return tuple(StageContext(k, schedule.stages, profile[k], schedule.updates, profile) for k in range(len(profile)))
 
 
 class Method:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from impl.errors import ConfigError
-from impl.rotation.method import StageContext, create_method, registry
+from impl.rotation.method import StageContext, contexts, create_method, registry
+from impl.rotation.methods.periods import periods, rates
+from impl.rotation.schedule import build
 
 STAGES, UPDATES = 8, 400
 
@@ -34,6 +36,8 @@ def test_all_methods_are_known():
         "gpipe",
         "1f1b-flush",
         "muon",
+        "soap",
+        "basis-rotation",
     }
     assert expected <= set(registry())
 
@@ -170,3 +174,65 @@ def test_beta1_rule():
         method.check(context(7))
     method.check(context(0))
     assert method.matrix_optimizer(context(0)).hyper.betas[0] == pytest.approx(0.9 + 0.1 * math.exp(-7 / 20))
+
+
+def profile(stages):
+    return tuple(stages - 1 - k for k in range(stages))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 8, 32])
+@pytest.mark.parametrize("period", [1, 3, 10])
+def test_stage_aware_periods_keep_the_budget(stages, period):
+    """As many refreshes altogether as with one period, never fewer where gradients are staler, also turned round."""
+    found = periods(profile(stages), period, 100)
+    assert sum(1 / f for f in found) == pytest.approx(stages / period, rel=0.02)
+    assert list(found) == sorted(found)
+    assert periods(profile(stages), period, 100, reverse=True) == found[::-1]
+    exact = rates(profile(stages), period, 100)
+    assert sum(exact) == pytest.approx(stages / period)
+    free = [rate / (tau + 1) for rate, tau in zip(exact, profile(stages), strict=True) if 0.01 < rate < 1]
+    assert all(c == pytest.approx(free[0]) for c in free), "in proportion to staleness + 1 wherever no limit applies"
+
+
+def test_stage_aware_periods_reach_the_optimizers():
+    method = create_method("basis-rotation", {"allocation": "stage-aware", "period": 10, "beta1": 0.5})
+    places = [StageContext(k, 8, 7 - k, UPDATES, profile(8)) for k in range(8)]
+    optimizers = [method.matrix_optimizer(place) for place in places]
+    assert tuple(o.hyper.period for o in optimizers) == periods(profile(8), 10, 100)
+    assert optimizers[0].hyper.betas == (0.5, 0.99)
+    assert method.elementwise_optimizer(places[0]).hyper.betas == (0.9, 0.99)
+    with pytest.raises(ConfigError, match="max_period"):
+        create_method("basis-rotation", {"allocation": "reversed", "period": 200}).check(places[0])
+
+
+def test_every_setting_of_rotation_reaches_the_optimizer():
+    """Each away from its default, so that one that is not passed on is found."""
+    changed = {
+        "source": "1st",
+        "geometry": "unilateral",
+        "period": 3,
+        "stagger": True,
+        "nesterov": True,
+        "gain": 1.5,
+        "shampoo_beta": 0.9,
+        "eps": 1e-6,
+        "basis_dtype": "float16",
+        "max_side": 64,
+        "beyond": "blocks",
+    }
+    optimizer = create_method("basis-rotation", changed).matrix_optimizer(context())
+    assert {key: getattr(optimizer.hyper, key) for key in changed} == changed
+
+
+def test_nesterov_and_soap_settings_reach_the_optimizers():
+    nesterov = create_method("nesterov")
+    for optimizer in (nesterov.matrix_optimizer(context()), nesterov.elementwise_optimizer(context())):
+        assert (optimizer.name, optimizer.hyper.betas) == ("nadam", (0.99, 0.99))
+    soap = create_method("soap", {"period": 1}).matrix_optimizer(context())
+    assert (soap.name, soap.hyper.betas, soap.hyper.period) == ("soap", (0.95, 0.95), 1)
+
+
+def test_contexts_come_from_the_schedule():
+    found = contexts(build("1f1b-async", 4, 12))
+    assert [c.staleness for c in found] == [3, 2, 1, 0]
+    assert all(c.profile == (3, 2, 1, 0) and c.updates == 12 for c in found)
