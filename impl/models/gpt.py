@@ -208,6 +208,13 @@ def forward_stage(model: PortableGPT, hidden: Tensor | None, tokens: Tensor | No
     return out.mean() if last else out
 
 
+def recompute_attention(model: PortableGPT, recompute: bool) -> None:
+    """Let backwards run the core attention again instead of keeping its intermediate results, or stop it."""
+    for module in model.modules():
+        if isinstance(module, SDPACoreAttention):
+            module.recompute = recompute
+
+
 def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
     """Raise ``ValueError`` if a token id is not in the vocabulary: Megatron's layers would take it for another one."""
     vocabulary = config.arch.vocab_size
