@@ -49,6 +49,9 @@ class Optimizer(ABC):
     def init_state(self, shape: Shape, device: torch.device) -> State:
         """Return the fresh state (fp32 tensors by name) for a tensor of ``shape``."""
 
+    def place(self, state: State, index: int) -> None:  # noqa: B027  (most rules do not care)
+        """Tell a fresh ``state`` which parameter of the plan it belongs to, for rules that take matrices in turn."""
+
     @abstractmethod
     def update(self, grad: Tensor, state: State, step: int) -> Tensor:
         """Advance ``state`` in place by one step and return the fp32 update, of the gradient's shape.

@@ -36,7 +36,7 @@ class BasisRotationHyper(HyperParameters):
     shampoo_beta: decay of ``G G^T`` and ``G^T G``, None for the second of ``betas``.
     nesterov: see :meth:`BasisRotation.update`.
     gain: factor of the update, 1 in the paper: a learning rate of its own for rotated matrices.
-    basis_dtype: precision the bases are stored in; they are refreshed and applied in fp32.
+    basis_dtype: precision the bases are stored in between refreshes; all computation is fp32.
     max_side: a longer side is ``beyond`` it and stays ``unrotated``, or is rotated in diagonal ``blocks`` of that size.
     """
 
@@ -138,9 +138,9 @@ class BasisRotation(Optimizer):
         momentum = torch.stack([s["momentum"] for s in states])
         if hyper.source == "2nd":
             self._average(gradients, states, parts)
+        bases = [torch.stack([s[f"basis.{block.key}"] for s in states]).float() for block in parts]
         if (due or first) and parts:
-            self._refresh(momentum, states, parts, first)
-        bases = _bases(states, parts)
+            self._refresh(momentum, states, parts, bases, first)
         rotated = eigenbasis.rotate(gradients, parts, bases)
         for state, turned in zip(states, rotated, strict=True):
             state["second"].mul_(beta2).addcmul_(turned, turned, value=1.0 - beta2)
@@ -148,6 +148,8 @@ class BasisRotation(Optimizer):
         if hyper.nesterov:
             momentum, seen = gradients.lerp(momentum, beta1), t + 1
         direction = eigenbasis.rotate(momentum, parts, bases)
+        if parts:
+            eigenbasis.drop_rounding(direction)  # not from the second moment: divided by nothing, a direction explodes
         direction = direction / torch.stack([s["second"] for s in states]).sqrt_().add_(hyper.eps)
         direction.mul_(hyper.gain * math.sqrt(1.0 - beta2**t) / (1.0 - beta1**seen))
         return eigenbasis.rotate(direction, parts, bases, back=True)
@@ -159,14 +161,20 @@ class BasisRotation(Optimizer):
             for state, covariance in zip(states, covariances, strict=True):
                 state[f"factor.{block.key}"].lerp_(covariance, 1.0 - beta)
 
-    def _refresh(self, momentum: Tensor, states: Sequence[State], parts: Sequence[Block], first: bool) -> None:
-        """Start the bases or turn them by one step of orthogonal iteration, the second moments in the same order."""
+    def _refresh(
+        self, momentum: Tensor, states: Sequence[State], parts: Sequence[Block], bases: Sequence[Tensor], first: bool
+    ) -> None:
+        """Start ``bases`` or turn them by one step of orthogonal iteration, the second moments in the same order.
+
+        They change in place, in fp32: what is stored of them may be rounded, which counts at the first step, when the
+        gradient has no part off the diagonal and Adam would take the rounding for one.
+        """
         by_second = self.settings.source == "2nd"
         start = eigenbasis.eigenvectors if by_second else eigenbasis.left_singular_vectors
         multiply = eigenbasis.covariance_product if by_second else eigenbasis.momentum_product
         second = torch.stack([s["second"] for s in states])
         found: list[list[Tensor | None]] = []
-        for block, basis in zip(parts, _bases(states, parts), strict=True):
+        for block, basis in zip(parts, bases, strict=True):
             key = f"factor.{block.key}"
             followed = torch.stack([s[key] for s in states]) if by_second else block.upright(momentum)
             if first:
@@ -176,13 +184,15 @@ class BasisRotation(Optimizer):
             order = eigenbasis.column_order(basis, product)
             eigenbasis.permute(second, block, order)
             found.append(eigenbasis.solve(eigenbasis.orthonormal, eigenbasis.take_columns(product, order)))
-        for state, permuted, *new in zip(states, second, *found, strict=True):
-            if any(basis is None for basis in new):
+        for index, (state, *new) in enumerate(zip(states, *found, strict=True)):
+            turned = [basis for basis in new if basis is not None]
+            if len(turned) < len(parts):
                 state["failures"].add_(1)
                 continue
-            for block, basis in zip(parts, new, strict=True):
+            for block, stacked, basis in zip(parts, bases, turned, strict=True):
+                stacked[index] = basis
                 state[f"basis.{block.key}"].copy_(basis)
-            state["second"].copy_(permuted)
+            state["second"].copy_(second[index])
             state["refreshes"].add_(1)
 
     def _blocks(self, shape: Shape) -> tuple[Block, ...]:
@@ -224,11 +234,6 @@ class BasisRotation(Optimizer):
         dtype: torch.dtype = getattr(torch, self.settings.basis_dtype)
         per_square = dtype.itemsize + (4 if self.settings.source == "2nd" else 0)
         return 8 * numel(shape) + sum(per_square * q * q for q in sides) + 4 * len(COUNTERS)
-
-
-def _bases(states: Sequence[State], parts: Sequence[Block]) -> list[Tensor]:
-    """Return the stored bases of each block, stacked ``[b, q, q]`` in fp32."""
-    return [torch.stack([s[f"basis.{block.key}"] for s in states]).float() for block in parts]
 
 
 def _read(grads: Sequence[Tensor], states: Sequence[State]) -> list[list[float]]:

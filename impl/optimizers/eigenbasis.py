@@ -19,7 +19,10 @@ from impl.optimizers.base import Shape
 RIDGE = 1e-3
 """Share of the mean eigenvalue added to ``M M^T`` before a power step: well above the rounding of the product, so that
 the trailing columns of a rank-deficient ``M`` stay where they were."""
+ROUNDING = 1e-6
+"""Share of the largest element of a projection below which there is little but rounding."""
 TSQR_ROWS = 4096
+"""Rows of a piece of a tall matrix."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ def rotate(matrices: Tensor, parts: Sequence[Block], bases: Sequence[Tensor], *,
         if turned:
             matrices = turned[0] if len(turned) == 1 else torch.cat(turned, dim=axis - 2)
     return matrices
+
+
+def drop_rounding(projections: Tensor) -> None:
+    """Set elements of ``[b, m, n]`` to zero that are below :data:`ROUNDING` of the largest of their matrix, in place.
+
+    A basis that has seen the gradients also holds directions in which they have no part; Adam would blow up what
+    rounding leaves there to the size of every other element.
+    """
+    size = projections.abs()
+    projections.masked_fill_(size <= ROUNDING * size.amax((-2, -1), keepdim=True), 0.0)
 
 
 def covariance(upright: Tensor) -> Tensor:
