@@ -135,8 +135,8 @@ def test_validate_notices_what_cannot_run():
         validate(dataclasses.replace(schedule, actions=swapped))
     # stage 1 needs both forwards before its backward, stage 0 gives the second only after the first backward
     first = asynchronous(1, 2).actions[0]
-    second = tuple(Action(k, n, 0) for k, n in (("F", 0), ("F", 1), ("B", 0))) + (
-        Action("U", 0, 0), Action("B", 1, 0), Action("U", 1, 1))  # fmt: skip
+    flow = [("F", 0, 0), ("F", 1, 0), ("B", 0, 0), ("U", 0, 0), ("B", 1, 0), ("U", 1, 1)]
+    second = tuple(Action(*action) for action in flow)
     with pytest.raises(ValueError, match="deadlock"):
         validate(dataclasses.replace(schedule, actions=(first, second)))
     missing = (schedule.actions[0][:-2], schedule.actions[1][:-2])
