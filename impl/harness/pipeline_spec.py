@@ -22,7 +22,9 @@ class PipelineSpec(Frozen):
     mode: which weights forward and backward see; None is the method's first.
     microbatches: into which an update's ``batch`` sequences are cut; None is 1 for asynchronous schedules, else P.
     clip: limit of the gradient norm **of each stage**, 0 for none.
-    recompute: ``stage`` keeps only a stage's inputs and repeats its forward before backward.
+    replicas: processes of each stage that share an update's sequences (``processes`` only).
+    recompute: what backward computes again: ``none``, ``stage`` (all but a stage's input), ``selective-attention``.
+    stash_on_cpu: keep stashed weights in CPU memory; with ``recompute: stage``.
     target: held-out loss for ``iterations_to_target``.
     process: how rank processes execute; changes no number except by ``deterministic`` and ``device``.
     """
@@ -35,7 +37,8 @@ class PipelineSpec(Frozen):
     layer_counts: tuple[int, ...] | None = None
     runtime: Literal["simulator", "processes"] = "simulator"
     mode: Mode | None = None
-    recompute: Literal["none", "stage"] = "none"
+    recompute: Literal["none", "stage", "selective-attention"] = "none"
+    stash_on_cpu: bool = False
     replicas: int = Field(default=1, gt=0)
     steps: int = Field(default=400, gt=0)
     seed: int = Field(default=0, ge=0)
@@ -60,7 +63,7 @@ class PipelineSpec(Frozen):
     @property
     def world_size(self) -> int:
         """Number of rank processes, 1 for the simulator."""
-        return self.stages if self.runtime == "processes" else 1
+        return self.stages * self.replicas if self.runtime == "processes" else 1
 
     def resolved(self) -> dict[str, Any]:
         """Return every setting as plain data, defaults included."""
