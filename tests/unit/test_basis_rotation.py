@@ -1,42 +1,14 @@
-"""Basis rotation against a float64 twin, its invariances, its schedule, and gradients and solvers that misbehave."""
+"""Basis rotation against a float64 twin, Adam and SOAP; its invariances, its schedule and its options."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from impl.optimizers import eigenbasis
 from impl.optimizers.base import create
 from impl.optimizers.soap import Soap, SoapHyper
-
-CPU = torch.device("cpu")
-VARIANTS = [(source, geometry) for source in ("2nd", "1st") for geometry in ("bilateral", "unilateral")]
-
-
-def gradients(shape, count, seed=0) -> list[Tensor]:
-    """Noisy gradients with a covariance of their own on both sides."""
-    generator = torch.Generator().manual_seed(seed)
-    m, n = shape
-    left, right = torch.randn(m, m, generator=generator), torch.randn(n, n, generator=generator)
-    return [left @ torch.randn(m, n, generator=generator) @ right / (m * n) ** 0.5 for _ in range(count)]
-
-
-def rotation(**settings):
-    return create("basis-rotation", settings)
-
-
-def run(optimizer, grads, state=None, start=1):
-    state = optimizer.init_state(tuple(grads[0].shape), CPU) if state is None else state
-    return [optimizer.update(grad, state, step) for step, grad in enumerate(grads, start)], state
-
-
-def clone(state):
-    return {key: tensor.clone() for key, tensor in state.items()}
-
-
-def bases(state):
-    return {key: tensor.float() for key, tensor in state.items() if key.startswith("basis.")}
+from tests.unit.rotation_cases import CPU, VARIANTS, bases, clone, gradients, rotation, run
 
 
 class Twin:
@@ -222,123 +194,6 @@ def test_equals_soap_with_its_order_of_operations(period):
     assert (plain[-1] - updates[-1]).norm() > 0.05 * updates[-1].norm(), "negative control: SOAP's own order differs"
 
 
-@pytest.mark.parametrize(("source", "geometry"), VARIANTS)
-@pytest.mark.parametrize("kind", ["zero", "rank-1", "zero column", "tiny", "huge"])
-def test_degenerate_gradients(source, geometry, kind):
-    grads = gradients((6, 5), 6)
-    if kind == "zero":
-        grads = [g * 0 for g in grads]
-    elif kind == "rank-1":
-        grads = [torch.outer(g[:, 0], g[0]) for g in grads]
-    elif kind == "zero column":
-        for g in grads:
-            g[:, 2] = 0
-    else:
-        grads = [g * (1e-30 if kind == "tiny" else 1e15) for g in grads]
-    updates, state = run(rotation(source=source, geometry=geometry, period=2), grads)
-    assert all(update.isfinite().all() for update in updates)
-    assert all(tensor.isfinite().all() for tensor in state.values())
-    assert int(state["skipped"]) == int(state["failures"]) == 0
-    for basis in bases(state).values():
-        assert (basis.T @ basis - torch.eye(len(basis))).abs().max() < 1e-5
-    if kind == "zero":
-        assert not any(update.any() for update in updates)
-    if kind == "zero column":
-        assert updates[-1][:, 2].abs().max() < 1e-3 < updates[-1].abs().max()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("source", ["1st", "2nd"])
-def test_a_bad_gradient_is_skipped_and_counted(source, at, value):
-    grads = gradients((6, 5), 7)
-    bad = grads[0].clone()
-    bad[1, 2] = value
-    optimizer = rotation(source=source, period=1)
-    clean, expected = run(optimizer, grads)
-    first, state = run(optimizer, grads[:at]) if at else ([], optimizer.init_state((6, 5), CPU))
-    before = clone(state)
-    with pytest.warns(RuntimeWarning, match="not finite"):
-        update = optimizer.update(bad, state, at + 1)
-    assert not update.any()
-    assert int(state["skipped"]) == 1
-    assert all(torch.equal(state[key], before[key]) for key in state if key != "skipped")
-    rest, state = run(optimizer, grads[at:], state, at + 2)
-    assert all(torch.equal(a, b) for a, b in zip(first + rest, clean, strict=True))
-    assert all(torch.equal(state[key], expected[key]) for key in state if key != "skipped")
-
-
-def test_a_bad_gradient_does_not_touch_its_neighbours():
-    grads = gradients((6, 5), 3)
-    optimizer = rotation(period=1)
-    states = [optimizer.init_state((6, 5), CPU) for _ in grads]
-    with pytest.warns(RuntimeWarning):
-        updates = optimizer.update_many([grads[0], grads[1] * float("nan"), grads[2]], states, 1)
-    for i in (0, 2):
-        assert torch.equal(updates[i], run(optimizer, [grads[i]])[0][0])
-    assert [int(state["skipped"]) for state in states] == [0, 1, 0]
-
-
-def failing(function, fails):
-    def wrapped(x, *args, **kwargs):
-        if fails(x):
-            raise torch.linalg.LinAlgError("did not converge")
-        return function(x, *args, **kwargs)
-
-    return wrapped
-
-
-SOLVERS = [("2nd", "eigh", 1), ("1st", "svd", 1), ("2nd", "qr", 4), ("1st", "qr", 4)]
-
-
-@pytest.mark.parametrize(("source", "solver", "step"), SOLVERS)
-def test_a_failed_solver_is_tried_in_float64(source, solver, step, monkeypatch):
-    grads = gradients((6, 6), step)
-    optimizer = rotation(source=source, period=2, eps=1e-2)
-    expected, _ = run(optimizer, grads)
-    monkeypatch.setattr(
-        torch.linalg, solver, failing(getattr(torch.linalg, solver), lambda x: x.dtype == torch.float32)
-    )
-    updates, state = run(optimizer, grads)
-    torch.testing.assert_close(updates[-1], expected[-1], rtol=1e-3, atol=1e-3)
-    assert int(state["failures"]) == 0
-
-
-@pytest.mark.parametrize(("source", "solver", "step"), SOLVERS)
-def test_a_hopeless_solver_keeps_the_basis(source, solver, step, monkeypatch):
-    grads = gradients((6, 6), step + 1)
-    optimizer = rotation(source=source, period=2)
-    _, state = run(optimizer, grads[: step - 1]) if step > 1 else (None, optimizer.init_state((6, 6), CPU))
-    before = bases(clone(state))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.linalg, solver, failing(getattr(torch.linalg, solver), lambda x: True))
-        update = optimizer.update(grads[step - 1], state, step)
-    assert update.isfinite().all()
-    assert all(torch.equal(basis, before[key]) for key, basis in bases(state).items())
-    assert int(state["failures"]) == 1
-    optimizer.update(grads[step], state, step + 1)
-    assert int(state["failures"]) == 1
-    if step == 1:
-        assert int(state["refreshes"]) == 1, "the first basis is tried again at once"
-
-
-def test_a_failure_in_a_batch_concerns_one_matrix(monkeypatch):
-    grads = gradients((6, 6), 3)
-    optimizer = rotation(period=1)
-    expected = [run(optimizer, [grad])[0][0] for grad in grads]
-    poison = grads[1] @ grads[1].T * (1 - 0.999)
-
-    def fails(x):
-        return any((matrix.float() - poison).norm() < 1e-5 * poison.norm() for matrix in x)
-
-    monkeypatch.setattr(torch.linalg, "eigh", failing(torch.linalg.eigh, fails))
-    states = [optimizer.init_state((6, 6), CPU) for _ in grads]
-    updates = optimizer.update_many(grads, states, 1)
-    assert [int(state["failures"]) for state in states] == [0, 1, 0]
-    assert torch.equal(updates[0], expected[0])
-    assert torch.equal(updates[2], expected[2])
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 5e-3), ("bfloat16", 5e-2)])
 @pytest.mark.parametrize("source", ["1st", "2nd"])
 def test_half_precision_bases(source, dtype, tolerance):
@@ -372,11 +227,8 @@ def test_blocks_beyond_the_longest_side(source, shape, keys):
 
 
 def test_blocks_of_the_left_side_are_matrices_of_their_own():
-    """With only row blocks a tall matrix is a stack of independent ones."""
+    """Each follows its own rows alone."""
     grads = gradients((8, 4), 6)
-    common = {"geometry": "unilateral", "period": 2}
-    whole, _ = run(rotation(**common, max_side=4, beyond="blocks"), [g.T.contiguous() for g in grads])
-    assert whole[0].shape == (4, 8)  # unilateral: the shorter side fits, so there is one block
     halves = [run(rotation(max_side=4, period=2, beyond="unrotated"), [g[i : i + 4] for g in grads]) for i in (0, 4)]
     _, state = run(rotation(max_side=4, period=2, beyond="blocks"), grads)
     for i, (_, half) in zip((0, 4), halves, strict=True):
@@ -410,47 +262,6 @@ def test_gain_scales_the_update():
     grads = gradients((4, 6), 2)
     plain, louder = (run(rotation(gain=gain), grads)[0][-1] for gain in (1.0, 1.5))
     torch.testing.assert_close(louder, 1.5 * plain)
-
-
-def test_directions_without_momentum_stay(monkeypatch):
-    """The 1st source: columns that span what the momentum lacks stay, but for their order, between refreshes."""
-    flat = [torch.outer(torch.arange(1.0, 10.0), torch.tensor([1.0, -2.0, 3.0, 1.0]))] * 6
-
-    def least_overlap():
-        optimizer = rotation(source="1st", period=1)
-        _, state = run(optimizer, flat[:5])
-        before = bases(clone(state))["basis.left.0"]
-        optimizer.update(flat[5], state, 6)
-        return float((before.T @ bases(state)["basis.left.0"]).abs().amax(0).min())
-
-    assert least_overlap() > 0.99
-    monkeypatch.setattr(eigenbasis, "RIDGE", 0.0)
-    assert least_overlap() < 0.9, "negative control"
-
-
-@pytest.mark.parametrize(("shape", "rows"), [((50, 7), 10), ((50, 7), 50), ((53, 7), 8), ((2, 40, 5), 9), ((7, 7), 4)])
-def test_tsqr_is_qr_up_to_signs(shape, rows):
-    tall = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    q, r = eigenbasis.tsqr(tall, rows)
-    expected = torch.linalg.qr(tall.double())
-    torch.testing.assert_close(q @ r, tall, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(q.mT @ q, torch.eye(shape[-1]).expand(*shape[:-2], -1, -1), rtol=0, atol=3e-6)
-    assert torch.equal(r, r.triu())
-    torch.testing.assert_close(q.abs().double(), expected.Q.abs(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(r.abs().double(), expected.R.abs(), rtol=1e-4, atol=1e-5)
-
-
-def test_tsqr_refuses_a_wide_matrix():
-    with pytest.raises(ValueError, match="at least as many rows"):
-        eigenbasis.tsqr(torch.zeros(3, 4), 2)
-
-
-def test_a_wide_matrix_has_all_left_singular_vectors(monkeypatch):
-    monkeypatch.setattr(eigenbasis, "TSQR_ROWS", 12)
-    wide = torch.randn(2, 5, 60, generator=torch.Generator().manual_seed(4))
-    u = eigenbasis.left_singular_vectors(wide)
-    diagonal = u.mT @ (wide @ wide.mT) @ u
-    torch.testing.assert_close(diagonal, torch.diag_embed(torch.linalg.svdvals(wide) ** 2), rtol=1e-3, atol=1e-3)
 
 
 def test_flops_and_bytes_by_hand():
