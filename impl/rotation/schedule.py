@@ -166,18 +166,20 @@ def uses(actions: Sequence[Action]) -> Counter[int]:
     return Counter(action.version for action in actions if action.kind != "U")
 
 
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+def in_order(schedule: Schedule, done: Sequence[int] = ()) -> Iterator[tuple[int, Action]]:
     """Yield every stage's actions in one order that respects what they wait for: ``(stage, action)``.
 
     A forward waits for the same forward of the stage before, a backward for that of the stage after.  All stages
     finish update u before any begins update u + 1, so that after it their newest versions are equal.
 
+    done: how many actions of each stage to leave out, where all stages have just done the same update.
+
     Raises ``ValueError`` if the schedule cannot be executed.
     """
-    place = [0] * schedule.stages
-    done: set[tuple[int, Kind, int]] = set()
+    place = list(done) or [0] * schedule.stages
+    passed = {(k, a.kind, a.number) for k, n in enumerate(place) for a in schedule.actions[k][:n]}
     last = schedule.stages - 1
-    for update in range(schedule.updates):
+    for update in range(sum(kind == "U" for stage, kind, _ in passed if stage == 0), schedule.updates):
         behind = set(range(schedule.stages))
         while behind:
             moved = False
@@ -187,10 +189,10 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                     action = actions[place[stage]]
                     source = stage - 1 if action.kind == "F" else stage + 1
                     local = action.kind == "U" or not 0 <= source <= last
-                    if not local and (source, action.kind, action.number) not in done:
+                    if not local and (source, action.kind, action.number) not in passed:
                         break
                     place[stage] += 1
-                    done.add((stage, action.kind, action.number))
+                    passed.add((stage, action.kind, action.number))
                     moved = True
                     yield stage, action
                     if action.kind == "U" and action.number == update:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from impl.harness.data import TokenStream
 from impl.models import weights
 from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method
+from impl.rotation.resume import messages
 from impl.rotation.schedule import Action, Schedule, in_order, staleness
 from impl.rotation.stage import LogEntry, Stage, StageOptions
 
@@ -115,11 +117,12 @@ def updates(
 ) -> Iterator[UpdateRow]:
     """Run ``schedule`` and yield a row for each update as soon as all stages have done it.
 
+    Stages that have taken over a state (:mod:`impl.rotation.resume`) go on where it was taken, after the same update.
     eval_every: take the held-out loss every so many updates and after the last one; 0 for never.
     """
     walk = _Walk(stages, Microbatches(stream, schedule.per_update))
     norms: dict[int, float] = {}
-    for index, action in in_order(schedule):
+    for index, action in in_order(schedule, [len(stage.log) for stage in stages]):
         if action.kind != "U":
             walk.step(index, action)
             continue
@@ -193,9 +196,13 @@ class _Walk:
 
     def __init__(self, stages: Sequence[Stage], microbatches: Microbatches) -> None:
         self._stages, self._microbatches = stages, microbatches
-        self._hidden: dict[tuple[int, int], Tensor] = {}
+        self._hidden = {
+            (receiver.index, number): hidden
+            for sender, receiver in pairwise(stages)
+            for number, hidden in messages(sender, receiver).items()
+        }
         self._grads: dict[tuple[int, int], Tensor] = {}
-        self._tokens: dict[int, tuple[Tensor, float]] = {}
+        self._tokens = {number: microbatches(number) for number in sorted(stages[0].flight)}
         self.losses: dict[int, float] = {}
 
     def step(self, index: int, action: Action) -> None:

@@ -69,6 +69,7 @@ class Flight:
     output: with its graph, None if the backward runs the forward again.
     weights: what the forward ran on, if the backward needs the same tensors; else the stash has them.
     predicted: whether they are no version, but what the method predicted.
+    sent: the output without graph, where nothing else could give it again.
     """
 
     hidden: Tensor | None
@@ -76,6 +77,7 @@ class Flight:
     output: Tensor | None
     weights: Weights | None
     predicted: bool
+    sent: Tensor | None = None
 
 
 class Stage:
@@ -158,18 +160,30 @@ class Stage:
         """
         self._begin("F", number, version)
         predicted = self._predict(version)
+        leaf = None if hidden is None else hidden.detach().requires_grad_()
+        output = self.launch(number, leaf, tokens, version, predicted)
+        self.stash.used(version, 1 if predicted is None else 2)  # the backward runs on the predicted weights too
+        if self.schedule.mode == "no-stash-recompute":
+            self.flight[number].sent = output.detach()
+        return output.detach()
+
+    def launch(
+        self, number: int, hidden: Tensor | None, tokens: Tensor | None, version: int, predicted: Weights | None
+    ) -> Tensor:
+        """Run a forward and put its microbatch in flight; return the output, with its graph if that is kept.
+
+        A part of :meth:`forward`, and of taking over a state (:mod:`impl.rotation.resume`).
+        hidden: a leaf; predicted: the weights to run on instead of ``version``.
+        """
         if predicted is None and number in self._outlives and version == self.stash.newest:
             self.stash.copy_newest()  # the live tensors will change while the graph still reads them
-        use = predicted or self.stash.weights(version)
-        leaf = None if hidden is None else hidden.detach().requires_grad_()
-        keep = number in self._keeps_graph
+        use = self.stash.weights(version) if predicted is None else predicted
+        keep, predicts = number in self._keeps_graph, predicted is not None
         with self.engine.clock("forward"):
-            output = self._run(use, leaf, tokens, grad=keep)
-        predicts = predicted is not None
+            output = self._run(use, hidden, tokens, grad=keep)
         weights_kept = use if keep or predicts else None
-        self.flight[number] = Flight(leaf, tokens, output if keep else None, weights_kept, predicts)
-        self.stash.used(version, 2 if predicts else 1)  # the backward runs on the predicted weights too
-        return output.detach()
+        self.flight[number] = Flight(hidden, tokens, output if keep else None, weights_kept, predicts)
+        return output
 
     def backward(self, number: int, grad: Tensor | None, version: int, weight: float = 1.0) -> Tensor | None:
         """Run the backward of microbatch ``number`` and add its gradient to that of the update.
@@ -211,6 +225,21 @@ class Stage:
         self.stash.after_update()
         self._new_step = True
         return info
+
+    def keeps_graph(self, number: int) -> bool:
+        """Return whether the backward of microbatch ``number`` uses the graph of its forward."""
+        return number in self._keeps_graph
+
+    def replay(self, number: int) -> Tensor:
+        """Return again what :meth:`forward` returned for microbatch ``number``, whose backward is still to come."""
+        flight = self.flight[number]
+        if flight.sent is not None:
+            return flight.sent
+        if flight.output is not None:
+            return flight.output.detach()
+        version = next(entry.version for entry in self.log if entry.kind == "F" and entry.number == number)
+        use = flight.weights or self.stash.weights(version)
+        return self._run(use, flight.hidden, flight.tokens, grad=False)
 
     @torch.no_grad()
     def evaluate(self, hidden: Tensor | None, tokens: Tensor | None) -> Tensor:

@@ -73,11 +73,14 @@ class Stash:
         self._drop_unused(self.newest - 1)
         self._count()
 
-    def restore(self, newest: int, copies: dict[int, Weights], used: Sequence[int]) -> None:
+    def restore(self, newest: int, copies: dict[int, Weights], used: Sequence[int], *, peak: int) -> None:
         """Take over a state: ``copies`` by version, and the version of each forward and backward done so far."""
-        self.newest, self._copies = newest, {version: tuple(weights) for version, weights in copies.items()}
+        self.newest, self.peak, self._copies = newest, peak, {}
+        for version, weights in copies.items():
+            self._copies[version] = tuple(
+                torch.empty_like(live, device=self._place).copy_(t) for live, t in zip(self._live, weights, strict=True)
+            )
         self._left.subtract(used)
-        self._count()
 
     def bytes(self) -> int:
         """Return the bytes of all buffers of copies, those waiting to be used again included."""

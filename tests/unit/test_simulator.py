@@ -17,10 +17,11 @@ from impl.harness.schedule import learning_rate
 from impl.harness.spec import ScheduleSpec
 from impl.models import gpt, weights
 from impl.optimizers.base import create
+from impl.rotation import resume
 from impl.rotation.method import Method
 from impl.rotation.partition import partition
 from impl.rotation.schedule import Schedule, asynchronous, build, staleness
-from impl.rotation.simulator import Microbatches, build_stages, heldout_loss, params_digest, simulate
+from impl.rotation.simulator import Microbatches, build_stages, heldout_loss, params_digest, simulate, updates
 from impl.rotation.stage import Stage, StageOptions
 from impl.rotation.stash import Stash
 from tests.distributed.ranks import one_rank
@@ -445,3 +446,54 @@ def test_heldout_is_that_of_the_newest_weights(mesh):
             mean = sum(gpt.loss(expected.model, c).double().item() * len(c) for c in chunks) / 12
         assert loss == pytest.approx(mean, rel=1e-12)
     assert staleness(schedule) == found.staleness == (3, 2, 1, 0)
+
+
+class Remembering(Predicting):
+    """Uses every hook with a memory."""
+
+    def correct(self, gradient, newest, stale, memory):
+        memory["mean"] = memory.get("mean", torch.zeros_like(gradient)).mul_(0.5).add_(gradient, alpha=0.5)
+        gradient.add_(memory["mean"], alpha=0.1)
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 9])
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize(
+    ("mode", "per_update", "method"),
+    [("stash", 1, Plain), ("stash", 1, Remembering), ("no-stash-recompute", 1, Plain), ("2bw", 3, Plain)],
+)
+def test_resume_in_flight_and_drained(mode, per_update, method, recompute, at, mesh):
+    """Segments of six and five updates: after the sixth the pipeline is drained, elsewhere it is not."""
+    p = 4 if per_update == 1 else 2
+    schedule = asynchronous(p, [6, 5], mode, per_update)
+
+    def fresh():
+        parts, options = partition(CONFIG, p, SPLITS[p]), StageOptions(recompute=recompute)
+        return build_stages(CONFIG, parts, schedule, method(Plain.Hyper()), mesh, rate_for(11), options=options)
+
+    straight, whole = fresh(), fresh()
+    expected = simulate(straight, schedule, Stream())
+    rows = updates(whole, schedule, Stream())
+    losses = [next(rows).loss for _ in range(at)]
+    saved = [{key: t.clone() for key, t in resume.state_dict(stage).items()} for stage in whole]
+    assert any(stage.flight for stage in whole) == (at != 6)
+    again = fresh()
+    for stage, state in zip(again, saved, strict=True):
+        resume.load_state_dict(stage, state)
+    found = simulate(again, schedule, Stream())
+    assert losses + found.losses == expected.losses
+    assert (found.params_digest, found.log) == (expected.params_digest, expected.log)
+    assert found.peak_versions == expected.peak_versions
+
+
+def test_states_are_taken_between_updates_and_by_fresh_stages(mesh):
+    schedule = build("1f1b-async", 1, 2, per_update=3)
+    (stage,) = build_stages(CONFIG, partition(CONFIG, 1), schedule, Plain(Plain.Hyper()), mesh, rate_for(2))
+    state = resume.state_dict(stage)
+    tokens, share = Microbatches(Stream(), 3)(0)
+    stage.forward(0, None, 0, tokens)
+    with pytest.raises(RuntimeError, match="fresh"):
+        resume.load_state_dict(stage, state)
+    stage.backward(0, None, 0, share)
+    with pytest.raises(RuntimeError, match="between updates"):
+        resume.state_dict(stage)
