@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from impl.harness import launch, pipeline_run, worker
     from impl.harness.pipeline_results import report, summary
     from impl.harness.pipeline_spec import PipelineSpec
-    from impl.harness.record import RunFolder
+    from impl.harness.record import EXIT_CODES, RunFolder
     from impl.harness.spec import parse
 
     spec = parse(PipelineSpec, settings(args))
@@ -91,14 +92,18 @@ def run(args: argparse.Namespace) -> int:
         pipeline_run.check(spec, local_ranks=ranks)
         return worker.join_run(pipeline_run.PROCESSES, spec, args.out)
     pipeline_run.check(spec, local_ranks=spec.world_size)
-    with contextlib.ExitStack() as stack:
-        out = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeline-")))
+    out = args.out or Path(tempfile.mkdtemp(prefix="pipeline-"))
+    code = 2
+    try:
         with _progress_on_stderr() if args.json else contextlib.nullcontext():
             code = pipeline_run.execute(spec, out)
         manifest = RunFolder(out).manifest()
         if manifest is not None:
             print(json.dumps(report(manifest), allow_nan=False) if args.json else summary(manifest, args.out))
         return code
+    finally:
+        if args.out is None and code != EXIT_CODES["failed"]:  # whose logs are worth keeping
+            shutil.rmtree(out)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from impl.harness.progress import Progress
 from impl.harness.record import EXIT_CODES, RunFolder, append_row, write_atomically
 from impl.harness.schedule import learning_rate
 from impl.harness.setup import device_type
+from impl.harness.worker import status_of
 from impl.models import catalogue
 from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method, StageContext, contexts, create_method
@@ -164,8 +166,9 @@ def execute(spec: PipelineSpec, out: Path) -> int:
             print("interrupted by SIGINT", file=sys.stderr)
             return 130
         except Exception as error:
-            run.finish(spec, "failed", error=f"{type(error).__name__}: {error}")
-            raise
+            status, text = status_of(error), "".join(traceback.format_exception(error))
+            run.finish(spec, status, error=f"{type(error).__name__}: {error}\n\n{text}")
+            print(f"error: {status}: {type(error).__name__}: {error} (more in {run.manifest_path})", file=sys.stderr)
         return EXIT_CODES[status]
     finally:
         run.release()

@@ -9,6 +9,7 @@ import yaml
 
 from impl.__main__ import main
 from impl.cli import pipeline
+from impl.harness import pipeline_run
 from impl.harness.pipeline_results import iterations_to
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.spec import parse
@@ -165,3 +166,15 @@ def test_one_stage_is_the_same_whatever_the_method_of_delay(capfd):
     assert len(set(digests.values())) == 1, digests
     other = json.loads(simulated(capfd, "--method", "adamw-beta1-zero", "--json")[1])["params_digest"]
     assert other not in digests.values()
+
+
+def test_failed_run_leaves_its_reason(tmp_path, capfd, monkeypatch):
+    def fail(*_args, **_more):
+        raise MemoryError("too much")
+
+    monkeypatch.setattr(pipeline_run, "simulate", fail)
+    code, out, err = simulated(capfd, "--out", str(tmp_path / "run"), "--json")
+    assert code == 1
+    assert json.loads(out)["status"] == "out-of-memory"
+    assert "error: out-of-memory: MemoryError: too much" in err
+    assert "in fail" in json.loads((tmp_path / "run" / "manifest.json").read_text())["error"]
