@@ -62,6 +62,9 @@ class BasisRotation(Optimizer):
     State: ``momentum``, ``second`` (rotated); for each block of a rotated side ``basis.*`` and, with the 2nd source,
     ``factor.*``; and four counts: ``skipped`` gradients that were not finite, ``failures`` of the solver,
     ``refreshes`` of the bases, and the ``offset`` of the refreshes.
+
+    The second moment is permuted but not carried over when a basis turns.  After the first step it is diagonal, so with
+    a period of 1 the second update is some ten times larger than usual: warm the learning rate up.
     """
 
     atomic = True
