@@ -74,8 +74,9 @@ class Method:
     def predict(self, newest: Tensor, memory: dict[str, Any], context: StageContext, lr: float) -> Tensor | None:
         """Return the weights that a forward runs on instead of ``newest`` (and its backward too), None for no change.
 
-        memory: kept per stage and family between calls; ``memory["update"]`` is the last step ``W[t] - W[t-1]`` if
-        there has been one.
+        newest: those of the version that the schedule gives the forward, the newest unless the mode keeps stages in
+        step.  memory: tensors, kept per stage and family between calls and saved with the stage; ``memory["update"]``
+        is the last step ``W[t] - W[t-1]`` if there has been one.
         """
         return None
 
