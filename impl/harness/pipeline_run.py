@@ -185,7 +185,7 @@ def _simulate(spec: PipelineSpec, run: RunFolder) -> str:
             recorder.heldout(row.step, row.heldout)
         progress.advance(row.step, f"loss {row.loss:.4f}  ")
 
-    with _one_process(spec) as device:
+    with one_process(spec) as device:
         stages = build_stages(
             setup.model,
             setup.parts,
@@ -209,7 +209,7 @@ def _simulate(spec: PipelineSpec, run: RunFolder) -> str:
 
 
 @contextlib.contextmanager
-def _one_process(spec: PipelineSpec) -> Iterator[torch.device]:
+def one_process(spec: PipelineSpec) -> Iterator[torch.device]:
     """Make this process a world of one rank that computes like a rank process, and yield its device."""
     device = torch.device(device_type(spec.process.device, 1))
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
