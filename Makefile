@@ -34,6 +34,11 @@ reproduce: venv ## run the experiments of TIER, then show the main table and whe
 	@$(SNAKEMAKE) -- $(TARGETS)
 	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
 
+.PHONY: full
+full: venv ## everything: sweeps, deep pipelines and ablations too (hours; continues where it was)
+	@$(SNAKEMAKE) -- full
+	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
+
 .PHONY: dry-run
 dry-run: venv ## list what `make reproduce` would run
 	@$(SNAKEMAKE) --dryrun -- $(TARGETS)

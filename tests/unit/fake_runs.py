@@ -7,8 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from impl.harness.experiments import PrecisionExperiment, Run, StepTimeExperiment, StepTimeSpec, merged
+from impl.harness.experiments import PrecisionExperiment, StepTimeExperiment
+from impl.harness.run import Run
 from impl.harness.spec import parse
+from impl.harness.step_time_spec import StepTimeSpec
+from impl.harness.tiers import merged
 
 SYSTEMS = [
     {"id": "sc", "name": "SC", "strategy": "sc"},

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from impl.harness.experiments import TIERS
+from impl.harness.tiers import TIERS
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("Snakefile", "workflows", "experiments", "results/published")
