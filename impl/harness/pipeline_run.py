@@ -19,10 +19,11 @@ from impl.canzona.mesh import Mesh
 from impl.errors import ConfigError
 from impl.harness import data, launch
 from impl.harness.data import TokenStream
+from impl.harness.pipeline_checkpoint import Checkpoints, newest
 from impl.harness.pipeline_results import result
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.progress import Progress
-from impl.harness.record import EXIT_CODES, RunFolder, append_row, write_atomically
+from impl.harness.record import EXIT_CODES, RunFolder, append_row, cut_rows, write_atomically
 from impl.harness.schedule import learning_rate
 from impl.harness.setup import device_type
 from impl.harness.worker import status_of
@@ -31,7 +32,7 @@ from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method, StageContext, contexts, create_method
 from impl.rotation.partition import partition
 from impl.rotation.schedule import Schedule, build
-from impl.rotation.simulator import UpdateRow, build_stages, simulate
+from impl.rotation.simulator import Microbatches, UpdateRow, build_stages, simulate
 from impl.rotation.stage import StageOptions
 
 PROCESSES = "impl.rotation.runtime:run"
@@ -69,8 +70,10 @@ def prepare(spec: PipelineSpec) -> PipelineSetup:
         raise ConfigError(
             f"{spec.batch // spec.replicas} sequences cannot be cut into {microbatches} microbatches: raise batch"
         )
+    if synchronous and spec.drain_every:
+        raise ConfigError(f"{spec.method} drains before every update anyway: leave drain_every out")
     schedule = build(
-        method.schedule, spec.stages, spec.steps, mode=None if synchronous else mode, per_update=microbatches
+        method.schedule, spec.stages, _segments(spec), mode=None if synchronous else mode, per_update=microbatches
     )
     stage_options(spec).check()
     places = contexts(schedule)
@@ -79,6 +82,12 @@ def prepare(spec: PipelineSpec) -> PipelineSetup:
         method.matrix_optimizer(place)
         method.elementwise_optimizer(place)
     return PipelineSetup(model, method, schedule, places, parts, microbatches)
+
+
+def _segments(spec: PipelineSpec) -> list[int]:
+    """Return the updates between one drain of the pipeline and the next."""
+    length = spec.drain_every or spec.steps
+    return [min(length, spec.steps - begin) for begin in range(0, spec.steps, length)]
 
 
 def check(spec: PipelineSpec, *, local_ranks: int) -> PipelineSetup:
@@ -158,7 +167,6 @@ def execute(spec: PipelineSpec, out: Path) -> int:
             print(f"nothing to do: {run.path} is {ended['status']} with these settings")
             return EXIT_CODES[ended["status"]]
         run.begin()
-        run.metrics.unlink(missing_ok=True)
         try:
             status = _simulate(spec, run)
         except KeyboardInterrupt:
@@ -178,13 +186,6 @@ def _simulate(spec: PipelineSpec, run: RunFolder) -> str:
     """Run all stages in this process and write the record; return the status."""
     setup, recorder = prepare(spec), Recorder(spec, run.metrics)
     progress = Progress(sys.stdout, spec.steps, spec.process.heartbeat_s, "update")
-
-    def report(row: UpdateRow) -> None:
-        recorder.step(row.step, row.loss)
-        if row.heldout is not None:
-            recorder.heldout(row.step, row.heldout)
-        progress.advance(row.step, f"loss {row.loss:.4f}  ")
-
     with one_process(spec) as device:
         stages = build_stages(
             setup.model,
@@ -196,12 +197,35 @@ def _simulate(spec: PipelineSpec, run: RunFolder) -> str:
             seed=spec.seed,
             options=stage_options(spec),
         )
+        stream = open_replica(spec, setup, 0)
+        microbatches = Microbatches(stream, setup.schedule.per_update)
+        checkpoints = Checkpoints(spec, run, stages, microbatches)
+
+        def report(row: UpdateRow) -> None:
+            recorder.step(row.step, row.loss)
+            if row.heldout is not None:
+                recorder.heldout(row.step, row.heldout)
+            progress.advance(row.step, f"loss {row.loss:.4f}  ")
+            if checkpoints.due(row.step) and row.finite:
+                checkpoints.save(row.step)
+
+        first = newest(run)
+        cut_rows(run.metrics, first)
+        if first:
+            checkpoints.load(first)
+            progress.line(f"resuming after update {first}")
         found = simulate(
-            stages, setup.schedule, open_replica(spec, setup, 0), eval_every=spec.eval_every, report=report
+            stages,
+            setup.schedule,
+            stream,
+            eval_every=spec.eval_every,
+            report=report,
+            microbatches=microbatches,
         )
     facts = {
         "diverged": found.diverged,
         "params_digest": found.params_digest,
+        "resumed_from": first or None,
         "peak_stash_versions": list(found.peak_versions),
         "versions": [[list(e[1:]) for e in found.log if e.stage == stage] for stage in range(spec.stages)],
     }
@@ -227,8 +251,8 @@ def one_process(spec: PipelineSpec) -> Iterator[torch.device]:
 def conclude(spec: PipelineSpec, setup: PipelineSetup, run: RunFolder, facts: dict[str, Any]) -> str:
     """Write ``versions.json`` and the manifest from the rows and what the stages counted; return the status.
 
-    facts: ``diverged``, ``params_digest``, ``peak_stash_versions``, and ``versions``, which get a file of their own:
-    ``[kind, number, version]`` of every action of every stage.
+    facts: ``diverged``, ``params_digest``, ``resumed_from``, ``peak_stash_versions``, and ``versions``, which get a
+    file of their own: ``[kind, number, version]`` of every action of every stage.
     """
     facts = dict(facts)
     diverged = facts.pop("diverged")

@@ -44,6 +44,10 @@ class Channel:
         cast(dist.Work, dist.irecv(message, self._peer, group=self._group)).wait()
         return message[:-1].view(*shape), bool(message[-1])
 
+    def start_at(self, received: int) -> None:
+        """Go on where the peer had ``received`` the first messages of the run, which will not be sent again."""
+        self._settled = received
+
     def settle(self, count: int | None = None) -> None:
         """Free all messages, or the first ``count`` of the run, which the peer must have received or be receiving."""
         while self._sent and (count is None or self._settled < count):

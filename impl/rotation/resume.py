@@ -8,8 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from impl.rotation.schedule import Action, Schedule
 from impl.rotation.stage import Flight, LogEntry, Stage
 from impl.rotation.stash import Weights
+
+_COPIED = ("engine/", "version/")
+"""What is copied into tensors of its own when a state is taken over, from wherever it is."""
 
 
 def state_dict(stage: Stage) -> dict[str, Tensor]:
@@ -23,6 +27,7 @@ def state_dict(stage: Stage) -> dict[str, Tensor]:
         raise RuntimeError("a stage can be saved only between updates, not with gradients accumulated")
     out = {f"engine/{key}": tensor for key, tensor in stage.engine.state_dict().items()}
     out |= {"position": torch.tensor(len(stage.log)), "peak": torch.tensor(stage.stash.peak)}
+    out["versions"] = torch.tensor(sorted(stage.stash.versions), dtype=torch.int64)
     for family, memory in enumerate(stage.memory):
         out |= {f"memory/{family}/{key}": tensor for key, tensor in memory.items()}
     for version, copies in stage.stash.versions.items():
@@ -45,13 +50,16 @@ def load_state_dict(stage: Stage, state: Mapping[str, Tensor]) -> None:
     done = stage.schedule.actions[stage.index][: int(state["position"])]
     stage.log += [LogEntry(stage.index, *dataclasses.astuple(action)) for action in done]
     stage.engine.load_state_dict(_below(state, "engine"))
+    stage.engine.synchronize()
+    device = stage.engine.mesh.device
+    state = {key: t if key.startswith(_COPIED) else t.to(device) for key, t in state.items()}
     for family, memory in enumerate(stage.memory):
         memory |= {key: tensor.clone() for key, tensor in _below(state, f"memory/{family}").items()}
     predicted = {number: _weights(state, f"flight/{number}/weights") for number in _numbers(state, "flight")}
     version_of = {action.number: action.version for action in done if action.kind == "F"}
     used = [action.version for action in done if action.kind != "U"]
     used += [version_of[number] for number, weights in predicted.items() if weights is not None]
-    copies = {version: _weights(state, f"version/{version}") or () for version in _numbers(state, "version")}
+    copies = {version: _weights(state, f"version/{version}") or () for version in state["versions"].tolist()}
     newest = sum(action.kind == "U" for action in done)
     stage.stash.restore(newest, copies, used, peak=int(state["peak"]))
     for number, weights in predicted.items():
@@ -63,13 +71,23 @@ def load_state_dict(stage: Stage, state: Mapping[str, Tensor]) -> None:
             stage.launch(number, hidden, tokens, version_of[number], weights)
 
 
-def messages(sender: Stage, receiver: Stage) -> dict[int, Tensor]:
-    """Return the hidden states that ``sender`` has put on their way and ``receiver``, the next stage, has not used.
+def messages(sender: Stage) -> dict[int, Tensor]:
+    """Return the hidden states that ``sender`` has put on their way and the next stage has not used.
 
     Both stages are at the end of the same update, where no gradients are on their way.
     """
-    used = {entry.number for entry in receiver.log if entry.kind == "F"}
+    if sender.is_last:
+        return {}
+    done = done_by(sender.schedule, sender.index + 1, sender.stash.newest)
+    used = {action.number for action in done if action.kind == "F"}
     return {number: sender.replay(number) for number in sorted(sender.flight) if number not in used}
+
+
+def done_by(schedule: Schedule, stage: int, updates: int) -> tuple[Action, ...]:
+    """Return what ``stage`` has done when it has just done its first ``updates`` updates."""
+    actions = schedule.actions[stage]
+    ends = [0, *(i + 1 for i, action in enumerate(actions) if action.kind == "U")]
+    return actions[: ends[updates]]
 
 
 def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.harness.data import TokenStream
+from impl.harness.pipeline_checkpoint import Checkpoints, agreed, newest
 from impl.harness.pipeline_run import (
     PipelineSetup,
     Recorder,
@@ -29,6 +30,7 @@ from impl.harness.pipeline_run import (
 )
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.progress import Progress
+from impl.harness.record import cut_rows
 from impl.harness.schedule import learning_rate
 from impl.harness.setup import device_type
 from impl.harness.worker import Rank
@@ -37,6 +39,7 @@ from impl.models.catalogue import ModelConfig
 from impl.models.hf_layout import hf_names
 from impl.models.parameters import ParamSpec
 from impl.rotation.links import Channel, Place, connect, received_before
+from impl.rotation.resume import done_by, messages
 from impl.rotation.schedule import Action, Schedule
 from impl.rotation.simulator import HELDOUT_CHUNK, Microbatches
 from impl.rotation.stage import Stage
@@ -75,20 +78,30 @@ class _RecordedProgress:
 
 
 def run(me: Rank) -> None:
-    """Train as this rank of the pipeline run in ``me.folder``; rank 0 writes the manifest."""
+    """Train as this rank of the pipeline run in ``me.folder``, from its last checkpoint if it has one.
+
+    Rank 0 writes the manifest.
+    """
     spec: PipelineSpec = me.settings(PipelineSpec)
     setup = prepare(spec)
+    first = newest(me.folder) if me.rank == 0 else 0
     if me.rank == 0:
-        me.folder.metrics.unlink(missing_ok=True)  # of a start that was interrupted; the others wait in join
+        cut_rows(me.folder.metrics, first)  # while the others wait in join
     device = me.join(device_type(spec.process.device, me.local_ranks), spec.process)
     progress = None
     if me.terminal is not None:
         progress = Progress(me.terminal, spec.steps, spec.process.heartbeat_s, "update")
     runner = build(spec, setup, device, _RecordedProgress(Recorder(spec, me.folder.metrics), progress))
-    diverged = not runner.run()
+    checkpoints = Checkpoints(spec, me.folder, [runner.stage], runner.microbatches)
+    first = agreed(first, device)
+    if first:
+        runner.resume(first, checkpoints)
+        if progress is not None:
+            progress.line(f"resuming after update {first}")
+    diverged = not runner.run(checkpoints)
     facts = runner.facts(diverged=diverged)
     if me.rank == 0:
-        conclude(spec, setup, me.folder, facts)
+        conclude(spec, setup, me.folder, {**facts, "resumed_from": first or None})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -137,7 +150,7 @@ class Runner:
         self._stream, self._report, self._before = stream, report, before
         schedule = setup.schedule
         self._actions = schedule.actions[place.stage]
-        self._microbatches = Microbatches(stream, schedule.per_update) if stream is not None else None
+        self.microbatches = Microbatches(stream, schedule.per_update) if stream is not None else None
         self._shares: dict[int, float] = {}
         self._losses: dict[int, Tensor] = {}
         self._done_losses: list[float] = []
@@ -145,9 +158,23 @@ class Runner:
         self._peer_has_gradients = _acknowledged(schedule, place.stage - 1, "B", "F")
         self._peer_has_activations = _acknowledged(schedule, place.stage + 1, "F", "B")
 
-    def run(self) -> bool:
+    def resume(self, update: int, checkpoints: Checkpoints) -> None:
+        """Go on from the checkpoint after 1-based ``update``, before any action; every rank must call."""
+        self._finite = checkpoints.load(update)
+        for channel, neighbour, kind in (
+            (self.place.forward_out, self.place.stage + 1, "F"),
+            (self.place.backward_out, self.place.stage - 1, "B"),
+        ):
+            if channel is not None:
+                done = done_by(self.setup.schedule, neighbour, update)
+                channel.start_at(sum(action.kind == kind for action in done))
+        for hidden in messages(self.stage).values():
+            assert self.place.forward_out is not None, "the last stage sends no hidden states"
+            self.place.forward_out.send(hidden)
+
+    def run(self, checkpoints: Checkpoints | None = None) -> bool:
         """Run all actions; return False if a training loss was not finite, where every stage stops."""
-        for action in self._actions:
+        for action in self._actions[len(self.stage.log) :]:
             self._before(action)
             if action.kind == "F":
                 self._forward(action)
@@ -156,6 +183,8 @@ class Runner:
                     return False
             else:
                 self._update(action)
+                if checkpoints is not None and checkpoints.due(action.number + 1):
+                    checkpoints.save(action.number + 1, finite=self._finite)
         for channel in (self.place.forward_out, self.place.backward_out, self.place.heldout_out):
             if channel is not None:
                 channel.settle()
@@ -166,8 +195,8 @@ class Runner:
         if self.place.forward_in is not None:
             hidden, _ = self.place.forward_in.receive(self._shape(self._rows(number)))
             _settle(self.place.backward_out, self._peer_has_gradients[number])
-        if self._microbatches is not None:
-            tokens, self._shares[number] = self._microbatches(number)
+        if self.microbatches is not None:
+            tokens, self._shares[number] = self.microbatches(number)
             tokens = tokens.to(self.place.mesh.device)
         output = self.stage.forward(number, hidden, action.version, tokens)
         if self.place.forward_out is None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from impl.canzona.mesh import Mesh
@@ -74,7 +75,7 @@ class Microbatches:
 
     def __init__(self, stream: TokenStream, per_update: int) -> None:
         self._stream, self._per_update = stream, per_update
-        self._update, self._parts = -1, tuple[Tensor, ...]()
+        self._update, self._batch = -1, torch.empty(0, dtype=torch.int64)
 
     def __call__(self, number: int) -> tuple[Tensor, float]:
         """Return the tokens ``[b, s + 1]`` of microbatch ``number`` and its share in the update's mean loss.
@@ -89,9 +90,22 @@ class Microbatches:
                     f"a batch of {len(batch)} sequences cannot be cut into {self._per_update} microbatches: use a "
                     "larger batch or fewer microbatches"
                 )
-            self._update, self._parts = update, batch.tensor_split(self._per_update)
-        part = self._parts[place]
-        return part, 1.0 if self._per_update == 1 else len(part) / sum(map(len, self._parts))
+            self._update, self._batch = update, batch
+        part = self._batch.tensor_split(self._per_update)[place]
+        return part, self.share(part)
+
+    def share(self, part: Tensor) -> float:
+        """Return the share in its update's mean loss of a microbatch; every update has as many sequences."""
+        return 1.0 if self._per_update == 1 else len(part) / len(self._batch)
+
+    def state_dict(self) -> tuple[dict[str, Any], Tensor]:
+        """Return what is needed to go on, as plain JSON data, and the batch that is being cut."""
+        return {"update": self._update, "stream": self._stream.state_dict()}, self._batch
+
+    def load_state_dict(self, state: dict[str, Any], batch: Tensor) -> None:
+        """Go on as the one that gave ``state`` and ``batch`` would have; a stream need not be read again."""
+        self._update, self._batch = state["update"], batch
+        self._stream.load_state_dict(state["stream"])
 
 
 def build_stages(
@@ -113,14 +127,19 @@ def build_stages(
 
 
 def updates(
-    stages: Sequence[Stage], schedule: Schedule, stream: TokenStream, eval_every: int = 0
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    stream: TokenStream,
+    eval_every: int = 0,
+    microbatches: Microbatches | None = None,
 ) -> Iterator[UpdateRow]:
     """Run ``schedule`` and yield a row for each update as soon as all stages have done it.
 
     Stages that have taken over a state (:mod:`impl.rotation.resume`) go on where it was taken, after the same update.
     eval_every: take the held-out loss every so many updates and after the last one; 0 for never.
+    microbatches: of ``stream``, where they go on from a state too.
     """
-    walk = _Walk(stages, Microbatches(stream, schedule.per_update))
+    walk = _Walk(stages, microbatches or Microbatches(stream, schedule.per_update))
     norms: dict[int, float] = {}
     for index, action in in_order(schedule, [len(stage.log) for stage in stages]):
         if action.kind != "U":
@@ -146,13 +165,15 @@ def simulate(
     *,
     eval_every: int = 0,
     report: Callable[[UpdateRow], None] | None = None,
+    microbatches: Microbatches | None = None,
 ) -> Simulation:
     """Run ``schedule`` to its end, or to the first loss or gradient that is not finite.
 
-    report: called with each update's row.
+    report: called with each update's row, when all stages have just done it.
+    microbatches: as for :func:`updates`.
     """
     out = Simulation(staleness(schedule))
-    for row in updates(stages, schedule, stream, eval_every):
+    for row in updates(stages, schedule, stream, eval_every, microbatches):
         out.losses.append(row.loss)
         if row.heldout is not None:
             out.heldout.append((row.step, row.heldout))
@@ -197,12 +218,14 @@ class _Walk:
     def __init__(self, stages: Sequence[Stage], microbatches: Microbatches) -> None:
         self._stages, self._microbatches = stages, microbatches
         self._hidden = {
-            (receiver.index, number): hidden
-            for sender, receiver in pairwise(stages)
-            for number, hidden in messages(sender, receiver).items()
+            (sender.index + 1, number): hidden for sender in stages for number, hidden in messages(sender).items()
         }
         self._grads: dict[tuple[int, int], Tensor] = {}
-        self._tokens = {number: microbatches(number) for number in sorted(stages[0].flight)}
+        self._tokens = {
+            number: (flight.tokens, microbatches.share(flight.tokens))
+            for number, flight in stages[0].flight.items()
+            if flight.tokens is not None
+        }
         self.losses: dict[int, float] = {}
 
     def step(self, index: int, action: Action) -> None:

@@ -259,8 +259,9 @@ class Stage:
 
     def _run(self, use: Weights, hidden: Tensor | None, tokens: Tensor | None, *, grad: bool) -> Tensor:
         self._bind(use)
+        ids = tokens.to(self.engine.mesh.device) if tokens is not None and self.needs_tokens else None
         with torch.set_grad_enabled(grad):
-            return gpt.forward_stage(self.model, hidden, tokens if self.needs_tokens else None)
+            return gpt.forward_stage(self.model, hidden, ids)
 
     def _bind(self, use: Weights) -> None:
         if use is not self._bound:

@@ -448,6 +448,17 @@ def test_heldout_is_that_of_the_newest_weights(mesh):
     assert staleness(schedule) == found.staleness == (3, 2, 1, 0)
 
 
+class Unread(Stream):
+    """Refuses what has been read before, as data that can only be read in order do."""
+
+    def __init__(self, done: int) -> None:
+        self.done = done
+
+    def batch(self, step: int) -> Tensor:
+        assert step > self.done
+        return super().batch(step)
+
+
 class Remembering(Predicting):
     """Uses every hook with a memory."""
 
@@ -473,14 +484,17 @@ def test_resume_in_flight_and_drained(mode, per_update, method, recompute, at, m
 
     straight, whole = fresh(), fresh()
     expected = simulate(straight, schedule, Stream())
-    rows = updates(whole, schedule, Stream())
+    batches = Microbatches(Stream(), per_update)
+    rows = updates(whole, schedule, Stream(), microbatches=batches)
     losses = [next(rows).loss for _ in range(at)]
     saved = [{key: t.clone() for key, t in resume.state_dict(stage).items()} for stage in whole]
     assert any(stage.flight for stage in whole) == (at != 6)
     again = fresh()
     for stage, state in zip(again, saved, strict=True):
         resume.load_state_dict(stage, state)
-    found = simulate(again, schedule, Stream())
+    rest = Microbatches(Unread(at), per_update)
+    rest.load_state_dict(*batches.state_dict())
+    found = simulate(again, schedule, Stream(), microbatches=rest)
     assert losses + found.losses == expected.losses
     assert (found.params_digest, found.log) == (expected.params_digest, expected.log)
     assert found.peak_versions == expected.peak_versions
