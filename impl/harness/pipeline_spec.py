@@ -79,8 +79,6 @@ class PipelineSpec(Frozen):
         """SHA-256 of the settings that decide the result: independent of key order, timings excluded."""
         data = self.resolved()
         del data["checkpoint_every"]
-        if not self.drain_every:  # it came later: earlier records keep their digest
-            del data["drain_every"]
         if not data["drain_every"]:  # added later: runs that do not use it keep the names they had
             del data["drain_every"]
         data["process"] = {k: data["process"][k] for k in ("device", "deterministic", "threads")}
