@@ -96,6 +96,6 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
         for p, e in known:
             right.plot([p, p], [e.low, e.high], color="black", linewidth=0.8)
         right.set(xlabel="pipeline stages P", ylabel="slowdown against P = 1")
-        right.set_xticks([line.stages for line in group])
+        right.set_xticks(sorted({line.stages for line in group}))
     result.suptitle("Measured; mean over seeds, band: their range, strokes: 95 % interval", fontsize=8)
     return result

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 Colour = tuple[float, float, float]
 KNOWN = ("canzona", "nv-ping-pong", "nv-lpt-ns", "asc", "sc", "nv-live", "nv-lpt-numel")
 """Systems that have a fixed colour."""
-METHODS = ("adamw", "adamw-beta1-0", "pipedream-lr", "nesterov", "muon", "soap", "rotation", "rotation-nesterov")
+METHODS = ("adamw", "pipedream-lr", "nesterov", "rotation", "rotation-nesterov", "muon", "soap", "adamw-beta1-0")
 """Pipeline methods that have a fixed colour."""
 ONE_COLUMN_IN = 3.4
 TWO_COLUMNS_IN = 7.0
