@@ -8,6 +8,7 @@ min_version("9.27")
 include: "workflows/rules/common.smk"
 include: "workflows/rules/runs.smk"
 include: "workflows/rules/balance.smk"
+include: "workflows/rules/hessian.smk"
 include: "workflows/rules/tables.smk"
 
 
@@ -54,6 +55,7 @@ rule full:
         rendered("rotation_ablation"),
         rendered("no_stash"),
         rendered("stage_aware"),
+        rendered("hessian"),
 
 
 rule balance:

@@ -46,7 +46,7 @@ def manifests(wildcards):
 
 
 def published(wildcards):
-    return f"{PUBLISHED}/{'rotation' if wildcards.experiment in PIPELINES else 'canzona'}.csv"
+    return f"{PUBLISHED}/{'rotation' if wildcards.experiment in (*PIPELINES, 'hessian') else 'canzona'}.csv"
 
 
 def executed_by(*commands):
