@@ -255,6 +255,18 @@ def test_a_failure_is_one_line_and_a_record(tmp_path, monkeypatch, capsys):
     assert frame["value"].isna().all()
 
 
+@pytest.mark.filterwarnings("ignore:skipped a gradient:RuntimeWarning")
+def test_a_training_that_diverged_is_rows_that_say_so(tmp_path):
+    config = tmp_path / "hessian.yaml"
+    config.write_text(TINY.replace("steps: 2", "steps: 3, lr: 1.0e+37"))
+    words = ["hessian", "--config", str(config), "--tier", "ci", "--out", str(tmp_path)]
+    assert main(words) == main(words) == 0
+    frame = pd.read_parquet(tmp_path / "hessian.parquet")
+    assert set(frame["status"]) == {"diverged"}
+    assert "**diverged**: the training diverged" in rendered.table(frame, PUBLISHED)
+    rendered.figure(frame, PUBLISHED)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
