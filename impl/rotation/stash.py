@@ -51,8 +51,7 @@ class Stash:
         """Copy the newest version, unless that has been done."""
         if self.newest in self._copies:
             return
-        place = self._place
-        buffers = self._free.pop() if self._free else tuple(torch.empty_like(t, device=place) for t in self._live)
+        buffers = self._free.pop() if self._free else tuple(map(self._buffer, self._live))
         for buffer, live in zip(buffers, self._live, strict=True):
             buffer.copy_(live)
         self._copies[self.newest] = buffers
@@ -77,15 +76,18 @@ class Stash:
         """Take over a state: ``copies`` by version, and the version of each forward and backward done so far."""
         self.newest, self.peak, self._copies = newest, peak, {}
         for version, weights in copies.items():
-            self._copies[version] = tuple(
-                torch.empty_like(live, device=self._place).copy_(t) for live, t in zip(self._live, weights, strict=True)
-            )
+            pairs = zip(self._live, weights, strict=True)
+            self._copies[version] = tuple(self._buffer(live).copy_(t) for live, t in pairs)
         self._left.subtract(used)
 
     def bytes(self) -> int:
         """Return the bytes of all buffers of copies, those waiting to be used again included."""
         held = [*self._copies.values(), *self._free]
         return sum(t.numel() * t.element_size() for weights in held for t in weights)
+
+    def _buffer(self, live: Tensor) -> Tensor:
+        """Return memory for a copy of ``live``; CPU memory that a GPU copies from is pinned."""
+        return torch.empty_like(live, device=self._place, pin_memory=self._place is not None and live.is_cuda)
 
     def _drop_unused(self, version: int) -> None:
         if self._left[version] <= 0 and version in self._copies and version != self.newest:

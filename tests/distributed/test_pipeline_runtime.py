@@ -162,7 +162,11 @@ CASES = {
           for steps in (2, 3, 6)),
         case("basis-rotation", 4, 5, STAGE_AWARE, layer_counts=[1, 0, 2, 1]),
         case("nesterov", 4, 5, recompute="stage"),
-        case("1f1b-flush", 4, 2, batch=4),
+        case("1f1b-flush", 4, 2, batch=5, microbatches=2),
+        case("gpipe", 4, 2, batch=5, microbatches=3),
+        *(case(method, 4, 9, settings, drain_every=4, recompute="selective-attention")
+          for method, settings in (("pipedream", {}), ("basis-rotation", ROTATION))),
+        case("pipedream", 4, 5, recompute="stage", stash_on_cpu=True),
     ],
 }  # fmt: skip
 
@@ -186,6 +190,13 @@ def test_no_stash_is_found():
     """The runs of the two modes differ, so the equality above tells them apart."""
     stash, none = (simulated(case("pipedream", 2, 4, mode=mode)) for mode in ("stash", "no-stash-recompute"))
     assert stash["digest"] != none["digest"]
+
+
+def test_running_on_is_not_draining():
+    """The runs with and without segments differ, so the equality above tells them apart."""
+    drained, running_on = (simulated(case("pipedream", 4, 9, drain_every=every)) for every in (4, 0))
+    assert drained["losses"][:5] == running_on["losses"][:5]  # the second segment begins with update 5
+    assert drained["digest"] != running_on["digest"]
 
 
 def test_replicas_share_the_batch():

@@ -41,6 +41,12 @@ TINY += ["--set", "data.heldout_sequences=3", "--set", "eval_every=2"]
         (["--method", "pipedream", "--set", "beta1_rule=article"], "0/0"),
         (["--method", "pipedream", "--layers", "40", "--stages", "35", "--set", "lr_slope=0.03"], "fewer stages"),
         (["--set", "allocation=stage-aware", "--set", "period=500"], "max_period"),
+        (["--method", "gpipe", "--stages", "2", "--set", "drain_every=2"], "leave drain_every out"),
+        (["--set", "drain_every=-1"], "drain_every"),
+        (["--set", "recompute=all"], "recompute"),
+        (["--set", "stash_on_cpu=true"], "stash_on_cpu needs recompute=stage"),
+        (["--set", "checkpoint_every=-1"], "checkpoint_every"),
+        (["--model", "qwen3-1.7b", "--layers", "28", "--stages", "2"], "ties its head to the embedding"),
         (["--set", "replicas=2"], "simulator computes one replica"),
         (["--set", "sequence=100000"], "longer than"),
         (["--set", "data.source=./nowhere.txt"], "does not exist"),
@@ -80,6 +86,8 @@ def test_digest_is_of_what_decides_the_result():
     spec = parse(PipelineSpec, base)
     assert parse(PipelineSpec, {**base, "process": {"heartbeat_s": 9.0}}).digest == spec.digest
     assert parse(PipelineSpec, {**base, "method_settings": {"period": 1}}).digest != spec.digest
+    assert parse(PipelineSpec, {**base, "checkpoint_every": 5}).digest == spec.digest
+    assert parse(PipelineSpec, {**base, "drain_every": 5}).digest != spec.digest
     assert parse(PipelineSpec, spec.resolved()) == spec
 
 

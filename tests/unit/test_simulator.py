@@ -28,7 +28,9 @@ from tests.distributed.ranks import one_rank
 from tests.models import variant
 from tests.unit.pipeline_reference import BETAS, Reference, stage_of
 
-CONFIG = variant("qwen3-tiny", num_hidden_layers=5, hidden_size=16, intermediate_size=24, head_dim=4, vocab_size=64)
+SMALL = {"num_hidden_layers": 5, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4, "vocab_size": 64}
+CONFIG = variant("qwen3-tiny", **SMALL)
+TIED = variant("qwen3-tiny", **SMALL, tie_word_embeddings=True)
 SPLITS = {1: [5], 2: [4, 1], 4: [1, 2, 1, 1]}
 BATCH, SEQUENCE = 3, 9
 
@@ -73,10 +75,10 @@ def rate_for(updates: int):
     return lambda update: learning_rate(ScheduleSpec(warmup_steps=3), 3e-2, update, updates)
 
 
-def run(mesh, schedule: Schedule, counts: Sequence[int], *, method: Method | None = None, **options):
+def run(mesh, schedule: Schedule, counts: Sequence[int], *, method: Method | None = None, config=CONFIG, **options):
     method = method or Plain(Plain.Hyper())
     stages = build_stages(
-        CONFIG, partition(CONFIG, len(counts), counts), schedule, method, mesh, rate_for(schedule.updates),
+        config, partition(config, len(counts), counts), schedule, method, mesh, rate_for(schedule.updates),
         options=StageOptions(**options),
     )  # fmt: skip
     return simulate(stages, schedule, Stream()), stages
@@ -245,10 +247,11 @@ def test_no_stash_recomputes_on_the_newest_weights(mesh):
     assert found.params_digest != run(mesh, asynchronous(p, n), SPLITS[p])[0].params_digest
 
 
-def test_one_stage_is_plain_training_bitwise(mesh):
-    model = gpt.build_model(CONFIG, mesh.tp_group, dtype=torch.float32, device="cpu")
-    weights.initialize(model, CONFIG, 0, 0, 1)
-    optimizer, parameters = create("adamw", {"betas": BETAS}), CONFIG.parameters(1)
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+def test_one_stage_is_plain_training_bitwise(config, mesh):
+    model = gpt.build_model(config, mesh.tp_group, dtype=torch.float32, device="cpu")
+    weights.initialize(model, config, 0, 0, 1)
+    optimizer, parameters = create("adamw", {"betas": BETAS}), config.parameters(1)
     plan = make_plan("canzona", parameters, [optimizer] * len(parameters), 1, 1)
     engine = Engine(model, plan, {"adamw": optimizer}, mesh, EngineOptions())
     losses = []
@@ -258,9 +261,9 @@ def test_one_stage_is_plain_training_bitwise(mesh):
             loss.backward()
         engine.step(rate_for(8)(step))
         losses.append(loss.item())
-    found, _ = run(mesh, asynchronous(1, 8), [5])
-    whole = weights.whole_parameters(model, CONFIG, mesh.tp_group)
-    assert (found.losses, found.params_digest) == (losses, weights.params_digest(CONFIG, whole))
+    found, _ = run(mesh, asynchronous(1, 8), [5], config=config)
+    whole = weights.whole_parameters(model, config, mesh.tp_group)
+    assert (found.losses, found.params_digest) == (losses, weights.params_digest(config, whole))
 
 
 def test_fresh_weights_and_heldout_loss_do_not_depend_on_the_partition(mesh):
