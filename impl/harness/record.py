@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import time
@@ -151,9 +152,18 @@ class RunFolder:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return descriptor
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, seconds: float = 10.0) -> None:
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            deadline = time.monotonic() + seconds
+            while True:
+                try:
+                    fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    # a killed launcher's children are about to follow it, and hold the lock until then
+                    if not self._holder_is_gone() or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.05)
         except BlockingIOError:
             holder = os.pread(self.lock, 200, 0).decode(errors="replace").strip()
             self.release()
@@ -165,6 +175,19 @@ class RunFolder:
             raise ConfigError(f"cannot lock run folder {self.path}: {error.strerror}") from None
         os.ftruncate(self.lock, 0)
         os.pwrite(self.lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _holder_is_gone(self) -> bool:
+        """Return whether the process that took the lock was one of this machine and has ended."""
+        holder = re.fullmatch(r"process (\d+) on (.+)\s", os.pread(self.lock, 200, 0).decode(errors="replace"))
+        if holder is None or holder[2] != socket.gethostname():
+            return False
+        try:
+            os.kill(int(holder[1]), 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # another user's
+        return False
 
     def _check_settings(self, spec: Spec) -> None:
         if not self.config.exists():
