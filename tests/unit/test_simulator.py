@@ -503,6 +503,33 @@ def test_resume_in_flight_and_drained(mode, per_update, method, recompute, at, m
     assert found.peak_versions == expected.peak_versions
 
 
+@pytest.mark.parametrize(
+    ("lost", "method"),
+    [("/second", Plain), ("version/", Plain), ("/hidden", Plain), ("/weights/", Remembering), ("memory/", Remembering)],
+)
+def test_control_a_state_without_a_part_leads_elsewhere(lost, method, mesh):
+    schedule = asynchronous(4, 8)
+
+    def fresh():
+        return build_stages(CONFIG, partition(CONFIG, 4), schedule, method(Plain.Hyper()), mesh, rate_for(8))
+
+    stages = fresh()
+    rows = updates(stages, schedule, Stream())
+    for _ in range(5):
+        next(rows)
+    again = fresh()
+    for stage, new in zip(stages, again, strict=True):
+        state = {key: torch.zeros_like(t) if lost in key else t.clone() for key, t in resume.state_dict(stage).items()}
+        resume.load_state_dict(new, state)
+    assert simulate(again, schedule, Stream()).params_digest != run_to_the_end(rows, stages)
+
+
+def run_to_the_end(rows, stages) -> str:
+    for _ in rows:
+        pass
+    return params_digest(stages)
+
+
 def test_states_are_taken_between_updates_and_by_fresh_stages(mesh):
     schedule = build("1f1b-async", 1, 2, per_update=3)
     (stage,) = build_stages(CONFIG, partition(CONFIG, 1), schedule, Plain(Plain.Hyper()), mesh, rate_for(2))
