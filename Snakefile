@@ -29,6 +29,7 @@ localrules:
     rotation_ablation,
     no_stash,
     stage_aware,
+    pipeline_time,
 
 
 rule all:
@@ -55,6 +56,7 @@ rule full:
         rendered("rotation_ablation"),
         rendered("no_stash"),
         rendered("stage_aware"),
+        rendered("pipeline_time"),
         rendered("hessian"),
 
 
@@ -111,3 +113,8 @@ rule no_stash:
 rule stage_aware:
     input:
         rendered("stage_aware"),
+
+
+rule pipeline_time:
+    input:
+        rendered("pipeline_time"),

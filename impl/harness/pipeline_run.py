@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -136,12 +137,16 @@ class Recorder:
     """Writes the rows of a run's ``metrics.jsonl``; one process of the run has it."""
 
     def __init__(self, spec: PipelineSpec, metrics: Path) -> None:
-        self._spec, self._metrics = spec, metrics
+        self._spec, self._metrics, self._started = spec, metrics, time.perf_counter()
 
     def step(self, update: int, loss: float) -> None:
-        """Write the row of 1-based ``update``; ``loss`` is the mean of its microbatches, at the weights they saw."""
+        """Write the row of 1-based ``update``; ``loss`` is the mean of its microbatches, at the weights they saw.
+
+        ``elapsed`` is the time in seconds since the start, or since the run was resumed.
+        """
         lr = learning_rate(self._spec.schedule, self._spec.lr, update, self._spec.steps)
-        append_row(self._metrics, {"event": "step", "step": update, "loss": loss, "lr": lr})
+        elapsed = time.perf_counter() - self._started
+        append_row(self._metrics, {"event": "step", "step": update, "loss": loss, "lr": lr, "elapsed": elapsed})
 
     def heldout(self, update: int, loss: float) -> None:
         """Write the held-out loss of the newest weights of all stages after ``update``."""

@@ -24,7 +24,7 @@ STEP_TIME_COLUMNS = (*KEYS, "shared_cores", "quantity", "phase", "axis", "rank",
 PRECISION_COLUMNS = (*KEYS, "reference", "step", "loss", "heldout_loss", "params_digest")
 PIPELINE_KEYS = (
     *("run", "status", "error", "kind", "model", "layers", "method", "settings", "mode", "stages", "seed", "lr"),
-    *("steps", "system", "system_name", "reference"),
+    *("steps", "batch", "system", "system_name", "reference", "shared_cores"),
 )
 PIPELINE_COLUMNS = (*PIPELINE_KEYS, "quantity", "update", "stage", "value", "unit")
 PER_STAGE = {"staleness": "updates", "peak_stash_versions": "versions"}
@@ -124,7 +124,7 @@ def _precision_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
 
 
 def _pipeline_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
-    """Training and held-out losses by update, and what the record says of each stage."""
+    """Losses and time by update, what the record says of each stage, and for processes what was planned."""
     spec, result = run.spec, record.result
     assert isinstance(spec, PipelineSpec)
     assert run.system is not None
@@ -133,11 +133,14 @@ def _pipeline_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
         "status": record.status,
         "error": record.error,
         "kind": "measured",
-        **{k: getattr(spec, k) for k in ("model", "layers", "method", "mode", "stages", "seed", "lr", "steps")},
+        **{
+            k: getattr(spec, k) for k in ("model", "layers", "method", "mode", "stages", "seed", "lr", "steps", "batch")
+        },
         "settings": json.dumps(spec.method_settings, sort_keys=True),
         "system": run.system.id,
         "system_name": run.system.name,
         "reference": reference,
+        "shared_cores": _shares_cores(record, spec.world_size),
     }
     curves: dict[str, dict[int, float]] = {"heldout_loss": {}, "training_loss": {}}
     for event in record.rows:
@@ -150,6 +153,19 @@ def _pipeline_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
     for name, unit in PER_STAGE.items():
         for stage, count in enumerate(result.get(name) or ()):
             yield keys | {"quantity": name, "stage": stage, "value": float(count), "unit": unit}
+    if spec.runtime == "processes":
+        yield from (keys | row for row in _timed_rows(spec, record))
+
+
+def _timed_rows(spec: PipelineSpec, record: Record) -> Iterator[Row]:
+    """When each update was done, and the planned idle time and bytes; an update that was resumed counts last."""
+    from impl.harness.pipeline_plan import planned  # imports torch
+
+    elapsed = {e["step"]: e["elapsed"] for e in record.rows if e.get("event") == "step" and "elapsed" in e}
+    for update, seconds in sorted(elapsed.items()):
+        yield {"quantity": "elapsed", "update": update, "value": float(seconds), "unit": "s"}
+    for number in planned(spec):
+        yield {"kind": "planned", **vars(number)}
 
 
 def _keys(run: Run, system: Label, record: Record) -> Row:

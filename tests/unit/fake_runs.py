@@ -167,7 +167,11 @@ def pipeline_run(folder: Path, run: Run, **changed: Any) -> Path:
     spec = run.spec
     assert isinstance(spec, PipelineSpec)
     heldout = [[u, pipeline_loss(run, u)] for u in range(20, spec.steps + 1, 20)]
-    rows = [{"event": "step", "step": u, "loss": 6.0, "lr": spec.lr} for u in range(1, spec.steps + 1)]
+    first = 10.0 if spec.runtime == "processes" else 1.0  # seconds to the end of the first update
+    rows = [
+        {"event": "step", "step": u, "loss": 6.0, "lr": spec.lr, "elapsed": first + 0.02 * u}
+        for u in range(1, spec.steps + 1)
+    ]
     rows += [{"event": "heldout", "step": u, "loss": loss} for u, loss in heldout]
     per_stage = list(range(spec.stages - 1, -1, -1))
     result = {"heldout": heldout, "heldout_loss": heldout[-1][1], "staleness": per_stage}

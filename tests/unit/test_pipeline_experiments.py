@@ -20,7 +20,18 @@ from impl.harness import experiments, sweeps
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.run import Run
 from impl.harness.tidy import collect
-from paper_figures import common, no_stash, pipelines, rotation, stage_aware, staleness, statistics, style, sweep
+from paper_figures import (
+    common,
+    no_stash,
+    pipeline_time,
+    pipelines,
+    rotation,
+    stage_aware,
+    staleness,
+    statistics,
+    style,
+    sweep,
+)
 from tests.unit import fake_runs
 from tests.unit.test_figures import overlaps, texts
 from tests.unit.test_tables import cells
@@ -252,6 +263,43 @@ def test_tidy_rows_are_one_number_each(tmp_path):
     assert list(common.numbers(common.where(one, quantity="staleness"), "value")) == [7, 6, 5, 4, 3, 2, 1, 0]
     assert json.loads(one["settings"].iloc[0]) == {"period": 1}
     assert set(one["unit"]) == {"nats", "updates", "versions"}
+
+
+# time on real processes
+
+
+def timed(folder: Path, finished: bool = True) -> pd.DataFrame:
+    grids = [{"stages": [1, 4], "methods": ["pipedream-lr", "nesterov"]}]
+    return frame(folder, finished, grids=grids, seeds=[0], base={"runtime": "processes", "steps": 40})
+
+
+def test_rates_are_measured_and_idle_time_is_planned(tmp_path):
+    table = timed(tmp_path)
+    assert set(common.where(table, quantity="elapsed")["kind"]) == {"measured"}
+    for quantity in ("bubble", "weight_bytes", "stash_bytes", "state_bytes"):
+        assert set(common.where(table, quantity=quantity)["kind"]) == {"planned"}
+    line = pipelines.find(pipelines.lines(table), "nesterov", 4)
+    assert line is not None
+    assert pipeline_time.rate(line).value == pytest.approx(16 / 0.02)
+    assert pipeline_time.rate(line).n == 40 - 1 - pipeline_time.SKIPPED
+    weights = pipeline_time.per_stage(line, "weight_bytes")
+    assert pipeline_time.per_stage(line, "stash_bytes") == [(3 - k) * w for k, w in enumerate(weights)]
+    assert all(state >= 2 * w for state, w in zip(pipeline_time.per_stage(line, "state_bytes"), weights, strict=True))
+    alone = pipelines.find(pipelines.lines(table), "nesterov", 1)
+    assert alone is not None
+    assert pipeline_time.per_stage(alone, "bubble") == pytest.approx([0.0])
+    text = pipeline_time.table(table, PUBLISHED)
+    assert cells(text.split("## Bytes")[0], "Nesterov", "4 (shared cores)")[0].startswith("800.0")
+    assert "*shared cores*" in text
+
+
+def test_timed_figure_and_missing_runs(tmp_path):
+    figure = pipeline_time.figure(timed(tmp_path), PUBLISHED)
+    assert "samples/s (measured" in texts(figure)
+    assert overlaps(figure) == []
+    missing = timed(tmp_path / "nothing", finished=False)
+    assert "missing" in texts(pipeline_time.figure(missing, PUBLISHED))
+    assert "missing" in pipeline_time.table(missing, PUBLISHED)
 
 
 # figures

@@ -36,6 +36,10 @@ def ranks(wildcards):
     return RANKS[wildcards.run]
 
 
+def pipeline_threads(wildcards):
+    return ALL_CORES if RANKS[wildcards.run] > 1 else 1
+
+
 def folder(experiment):
     return SHARED if experiment in PIPELINES else HERE
 

@@ -101,7 +101,7 @@ rule pipeline:
         f"{SHARED}/benchmarks/{{run}}.tsv"
     conda:
         "../envs/ricercar.yaml"
-    threads: ranks
+    threads: pipeline_threads
     resources:
         mem_mb=4000,
         runtime=120,
