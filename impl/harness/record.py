@@ -10,9 +10,7 @@ import fcntl
 import json
 import math
 import os
-import re
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -23,6 +21,7 @@ import yaml
 
 from impl.errors import ConfigError
 from impl.harness import provenance
+from impl.harness.processes import has_ended, this_process
 from impl.harness.spec import Frozen, load_yaml, parse
 
 SCHEMA = 1
@@ -153,41 +152,26 @@ class RunFolder:
         return descriptor
 
     def _take_lock(self, seconds: float = 10.0) -> None:
-        try:
-            deadline = time.monotonic() + seconds
-            while True:
-                try:
-                    fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    # a killed launcher's children are about to follow it, and hold the lock until then
-                    if not self._holder_is_gone() or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.05)
-        except BlockingIOError:
-            holder = os.pread(self.lock, 200, 0).decode(errors="replace").strip()
-            self.release()
-            raise ConfigError(
-                f"run folder {self.path} is in use by {holder or 'another process'}: wait for it or give another --out"
-            ) from None
-        except OSError as error:
-            self.release()
-            raise ConfigError(f"cannot lock run folder {self.path}: {error.strerror}") from None
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(self.lock, 200, 0).decode(errors="replace").strip()
+                if has_ended(holder) and time.monotonic() < deadline:
+                    time.sleep(0.05)  # the processes of a killed launcher are about to follow it
+                    continue
+                self.release()
+                raise ConfigError(
+                    f"run folder {self.path} is in use by {holder or 'another process'}: wait for it or give another "
+                    "--out"
+                ) from None
+            except OSError as error:
+                self.release()
+                raise ConfigError(f"cannot lock run folder {self.path}: {error.strerror}") from None
         os.ftruncate(self.lock, 0)
-        os.pwrite(self.lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def _holder_is_gone(self) -> bool:
-        """Return whether the process that took the lock was one of this machine and has ended."""
-        holder = re.fullmatch(r"process (\d+) on (.+)\s", os.pread(self.lock, 200, 0).decode(errors="replace"))
-        if holder is None or holder[2] != socket.gethostname():
-            return False
-        try:
-            os.kill(int(holder[1]), 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass  # another user's
-        return False
+        os.pwrite(self.lock, f"{this_process()}\n".encode(), 0)
 
     def _check_settings(self, spec: Spec) -> None:
         if not self.config.exists():

@@ -8,7 +8,7 @@ activations of the stage before; that costs time and changes nothing either.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -34,11 +34,8 @@ from impl.harness.record import cut_rows
 from impl.harness.schedule import learning_rate
 from impl.harness.setup import device_type
 from impl.harness.worker import Rank
-from impl.models import weights
-from impl.models.catalogue import ModelConfig
-from impl.models.hf_layout import hf_names
-from impl.models.parameters import ParamSpec
 from impl.rotation.links import Channel, Place, connect, received_before
+from impl.rotation.outcome import collect
 from impl.rotation.resume import done_by, messages
 from impl.rotation.schedule import Action, Schedule
 from impl.rotation.simulator import HELDOUT_CHUNK, Microbatches
@@ -279,50 +276,8 @@ class Runner:
         return self.spec.sequence, rows, self.setup.model.arch.hidden_size
 
     def facts(self, *, diverged: bool) -> dict[str, Any]:
-        """Return on rank 0 what all stages know at the end, elsewhere nothing; every rank must call.
-
-        Under ``versions`` is what each stage of replica 0 did with which version of its weights.
-        """
-        mine = {
-            "peak": self.stage.peak_stash_versions,
-            "finite": self._finite and not diverged,
-            "log": [list(entry[1:]) for entry in self.stage.log],
-        }
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        finite = all(other["finite"] for other in everyone)
-        digest = self._digest() if finite else None
-        if dist.get_rank() != 0:
-            return {}
-        stages = everyone[:: self.spec.replicas]
-        return {
-            "diverged": not finite,
-            "params_digest": digest,
-            "peak_stash_versions": [stage["peak"] for stage in stages],
-            "versions": [stage["log"] for stage in stages],
-        }
-
-    def _digest(self) -> str | None:
-        """Return on rank 0 the digest of the newest weights of all stages."""
-        config, stage = self.setup.model, self.stage
-        stage.bind_newest()
-        own = weights.whole_parameters(stage.model, config, stage.engine.mesh.tp_group, stage.part)
-        if dist.get_rank() == 0:
-            return weights.params_digest(config, self._gathered(own, config))
-        if self.place.replica == 0:
-            for _, tensor in own:
-                dist.send(tensor.contiguous(), 0)
-        return None
-
-    def _gathered(
-        self, own: Iterator[tuple[ParamSpec, Tensor]], config: ModelConfig
-    ) -> Iterator[tuple[ParamSpec, Tensor]]:
-        yield from own
-        for k, part in enumerate(self.setup.parts[1:], start=1):
-            for parameter in sorted(config.parameters(1, part), key=lambda p: min(hf_names(p))):  # as they are sent
-                tensor = torch.empty(parameter.shape, device=self.place.mesh.device)
-                dist.recv(tensor, k * self.spec.replicas)
-                yield parameter, tensor
+        """Return on rank 0 what all stages know at the end, elsewhere nothing; every rank must call."""
+        return collect(self.stage, self.place, self.setup.parts, finite=self._finite and not diverged)
 
 
 def _acknowledged(schedule: Schedule, neighbour: int, counted: Any, mark: Any) -> dict[int, int]:
