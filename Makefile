@@ -34,10 +34,14 @@ reproduce: venv ## run the experiments of TIER, then show the main table and whe
 	@$(SNAKEMAKE) -- $(TARGETS)
 	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
 
+.PHONY: full
+full: venv ## everything: sweeps, deep pipelines and ablations too (hours; continues where it was)
+	@$(SNAKEMAKE) -- full
+	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
+
 .PHONY: reference
 reference: ## copy the tables and figures of the latest laptop run to results/laptop, to be committed
-	@for name in balance step_time precision; do \
-	    cp results/generated/laptop/$$name/$$name.{md,csv,png} results/laptop/; done
+	@for table in results/generated/laptop/*/*.md; do cp "$${table%.md}".{md,csv,png} results/laptop/; done
 
 .PHONY: dry-run
 dry-run: venv ## list what `make reproduce` would run

@@ -1,4 +1,4 @@
-# The front door: `snakemake --cores all [--config tier=ci|laptop|gpu1|node8|cluster] [all|balance|step_time|precision]`.
+# The front door: `snakemake --cores all [--config tier=ci|laptop|gpu1|node8|cluster] [all|full|EXPERIMENT]`.
 # Science is in experiments/*.yaml, code in the Python packages; the rules only connect them.
 from snakemake.utils import min_version
 
@@ -8,6 +8,7 @@ min_version("9.27")
 include: "workflows/rules/common.smk"
 include: "workflows/rules/runs.smk"
 include: "workflows/rules/balance.smk"
+include: "workflows/rules/hessian.smk"
 include: "workflows/rules/tables.smk"
 
 
@@ -16,9 +17,19 @@ report: "workflows/report/workflow.rst"
 
 localrules:
     all,
+    full,
     balance,
     step_time,
     precision,
+    staleness,
+    rotation,
+    sweep,
+    sweep_full,
+    rotation_full,
+    rotation_ablation,
+    no_stash,
+    stage_aware,
+    pipeline_time,
 
 
 rule all:
@@ -27,6 +38,26 @@ rule all:
         rendered("balance"),
         rendered("step_time"),
         rendered("precision"),
+        rendered("staleness"),
+        rendered("rotation"),
+
+
+# Hours on two cores: sweeps, deep pipelines and ablations.
+rule full:
+    input:
+        rendered("balance"),
+        rendered("step_time"),
+        rendered("precision"),
+        rendered("staleness"),
+        rendered("rotation"),
+        rendered("sweep"),
+        rendered("sweep_full"),
+        rendered("rotation_full"),
+        rendered("rotation_ablation"),
+        rendered("no_stash"),
+        rendered("stage_aware"),
+        rendered("pipeline_time"),
+        rendered("hessian"),
 
 
 rule balance:
@@ -42,3 +73,48 @@ rule step_time:
 rule precision:
     input:
         rendered("precision"),
+
+
+rule staleness:
+    input:
+        rendered("staleness"),
+
+
+rule rotation:
+    input:
+        rendered("rotation"),
+
+
+rule sweep:
+    input:
+        rendered("sweep"),
+
+
+rule sweep_full:
+    input:
+        rendered("sweep_full"),
+
+
+rule rotation_full:
+    input:
+        rendered("rotation_full"),
+
+
+rule rotation_ablation:
+    input:
+        rendered("rotation_ablation"),
+
+
+rule no_stash:
+    input:
+        rendered("no_stash"),
+
+
+rule stage_aware:
+    input:
+        rendered("stage_aware"),
+
+
+rule pipeline_time:
+    input:
+        rendered("pipeline_time"),

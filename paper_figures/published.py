@@ -20,8 +20,11 @@ def claim(published: pd.DataFrame, name: str) -> tuple[float, float]:
     return float(common.numbers(rows, "baseline_value")[0]), float(common.numbers(rows, "value")[0])
 
 
-def block(published: pd.DataFrame, names: Sequence[str]) -> str:
-    """Return the Markdown section that quotes the claims ``names``; empty if there are none."""
+def block(published: pd.DataFrame, names: Sequence[str], subject: str = "Canzona's") -> str:
+    """Return the Markdown section that quotes the claims ``names``; empty if there are none.
+
+    subject: whose value is set against the baseline's, as a heading.
+    """
     rows = []
     for values in common.distinct(published, *COLUMNS):
         row = dict(zip(COLUMNS, values, strict=True))
@@ -36,7 +39,7 @@ def block(published: pd.DataFrame, names: Sequence[str]) -> str:
             )
     if not rows:
         return ""
-    header = ["claim", "quantity", "setup", "baseline", "baseline's", "Canzona's", "source"]
+    header = ["claim", "quantity", "setup", "baseline", "baseline's", subject, "source"]
     return "## For comparison (published)\n\n" + markdown.table(header, rows)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import bootstrap
+from scipy.stats import t as student
 
 RESAMPLES = 2000
 
@@ -65,3 +66,55 @@ def paired_ratio(values: ArrayLike, reference: ArrayLike, confidence: float = 0.
         rng=np.random.default_rng(0),
     ).confidence_interval
     return Estimate(middle, float(interval.low), float(interval.high), int(ratios.size))
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A paired comparison.
+
+    estimate: the mean difference, or geometric mean of the ratios, with its interval; p: of the two-sided t-test that
+    there is none, NaN below two pairs.
+    """
+
+    estimate: Estimate
+    p: float
+
+
+def mean(values: ArrayLike, confidence: float = 0.95) -> Estimate:
+    """Return the mean of the finite ``values`` with its t interval, which is NaN below two values."""
+    finite = np.asarray(values, dtype=float)
+    finite = finite[np.isfinite(finite)]
+    if finite.size == 0:
+        return NOTHING
+    middle = float(finite.mean())
+    if finite.size < 2:
+        return Estimate(middle, math.nan, math.nan, 1)
+    half = float(student.ppf((1 + confidence) / 2, finite.size - 1) * finite.std(ddof=1) / math.sqrt(finite.size))
+    return Estimate(middle, middle - half, middle + half, int(finite.size))
+
+
+def paired_difference(values: ArrayLike, reference: ArrayLike) -> Paired:
+    """Return the mean of ``values[i] - reference[i]`` over finite pairs, with its 95 % t interval and paired t-test.
+
+    Raises ValueError when the lengths differ.
+    """
+    ours, theirs = np.asarray(values, dtype=float), np.asarray(reference, dtype=float)
+    if ours.shape != theirs.shape:
+        raise ValueError(f"{ours.size} values cannot be paired with {theirs.size} references")
+    differences = ours - theirs
+    differences = differences[np.isfinite(differences)]
+    found = mean(differences)
+    if found.n < 2:
+        return Paired(found, math.nan)
+    error = float(differences.std(ddof=1)) / math.sqrt(found.n)
+    if error == 0:
+        return Paired(found, 1.0 if found.value == 0 else 0.0)
+    return Paired(found, float(2 * student.sf(abs(found.value) / error, found.n - 1)))
+
+
+def paired_quotient(values: ArrayLike, reference: ArrayLike) -> Paired:
+    """Return the geometric mean of ``values[i] / reference[i]`` with interval and test of their logarithms."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = paired_difference(np.log(np.asarray(values, float)), np.log(np.asarray(reference, float)))
+    e = found.estimate
+    return Paired(Estimate(math.exp(e.value), math.exp(e.low), math.exp(e.high), e.n), found.p)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -12,11 +13,14 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 Colour = tuple[float, float, float]
 KNOWN = ("canzona", "nv-ping-pong", "nv-lpt-ns", "asc", "sc", "nv-live", "nv-lpt-numel")
 """Systems that have a fixed colour."""
+METHODS = ("adamw", "pipedream-lr", "nesterov", "rotation", "rotation-nesterov", "muon", "soap", "adamw-beta1-0")
+"""Pipeline methods that have a fixed colour."""
 ONE_COLUMN_IN = 3.4
 TWO_COLUMNS_IN = 7.0
 SETTINGS = {
@@ -43,13 +47,13 @@ def apply() -> None:
     sns.set_theme(context="paper", style="whitegrid", palette="colorblind", rc=SETTINGS)
 
 
-def palette(systems: Iterable[tuple[str, str]]) -> dict[str, Colour]:
+def palette(systems: Iterable[tuple[str, str]], known: Sequence[str] = KNOWN) -> dict[str, Colour]:
     """Return one colour-blind-safe colour per display name of (id, display name) pairs.
 
-    A known id has the same colour in every figure; others take the next free ones in order of appearance.
+    A ``known`` id has the same colour in every figure; others take the next free ones in order of appearance.
     """
     pairs = list(dict.fromkeys(systems))
-    order = [*KNOWN, *(system for system, _ in pairs if system not in KNOWN)]
+    order = [*known, *(system for system, _ in pairs if system not in known)]
     colours = sns.color_palette("colorblind") + sns.color_palette("husl", max(len(order) - 10, 0))
     return {name: colours[order.index(system)] for system, name in pairs}
 
@@ -65,3 +69,8 @@ def save(figure: Figure, path: Path) -> None:
 def patch(label: str, colour: Colour) -> Patch:
     """Return a legend entry."""
     return Patch(facecolor=colour, label=label)
+
+
+def line(label: str, look: dict[str, Any]) -> Line2D:
+    """Return a legend entry for a line with ``look``."""
+    return Line2D([], [], label=label, **look)

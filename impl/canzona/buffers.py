@@ -61,6 +61,15 @@ class FamilyBuffer:
         self._gradient_views[parameter].add_(module_parameter.grad)
         module_parameter.grad = None
 
+    def bind(self, flat: Tensor) -> None:
+        """Let the module compute with ``flat``, another version of this buffer; ``parameters`` itself stays the newest.
+
+        No graph may be in flight over a change: autograd does not see it.
+        """
+        for slot in self.family.slots:
+            parameter = self.module_parameters[slot.parameter]
+            parameter.data = flat[slot.start : slot.end].view(parameter.shape)
+
     def gradient(self, start: int, end: int) -> Tensor:
         """Return the view of the gradients in ``[start, end)``."""
         return self.gradients[start:end]

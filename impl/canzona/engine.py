@@ -10,7 +10,7 @@ One step is ``begin_step()``, ``microbatch()`` for each microbatch, then ``step(
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -109,11 +109,16 @@ class Engine:
             self._reducer.close()
 
     @torch.no_grad()
-    def step(self, lr: float) -> StepInfo:
-        """Finish the reductions, update what this rank owns and start to gather the new parameters."""
+    def step(self, lr: float, adjust: Callable[[], None] | None = None) -> StepInfo:
+        """Finish the reductions, update what this rank owns and start to gather the new parameters.
+
+        adjust: called when the gradients are final and before their norm is taken; may change :attr:`gradients`.
+        """
         with self.clock("grad_reduce"):
             self._reducer.wait()
             self._sum_partial_gradients()
+        if adjust is not None:
+            adjust()
         with self.clock("grad_norm"):
             norm = global_norm(self._buffers, self.plan, self.mesh, self.world)
         scale = clip_scale(norm, self.options.clip)
@@ -129,6 +134,21 @@ class Engine:
     def synchronize(self) -> None:
         """Wait for the gathered parameters; call it before reading them outside a forward."""
         self._synchronizer.wait()
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The newest parameters, a flat tensor per family; waits for none in flight."""
+        return tuple(buffer.parameters for buffer in self._buffers)
+
+    @property
+    def gradients(self) -> tuple[Tensor, ...]:
+        """The fp32 gradients, a flat tensor per family in the layout of :attr:`weights`."""
+        return tuple(buffer.gradients for buffer in self._buffers)
+
+    def bind(self, weights: Sequence[Tensor]) -> None:
+        """Let the module compute with ``weights``, another version in the layout of :attr:`weights` (weight stash)."""
+        for buffer, flat in zip(self._buffers, weights, strict=True):
+            buffer.bind(flat)
 
     def begin_step(self) -> None:
         """Start a step's account: reset the clock and the ledger."""
@@ -150,6 +170,7 @@ class Engine:
                 elif hosts[run.parameter] in (self.mesh.tp_rank, EVERY):
                     shape = self.plan.parameters[run.parameter].shape
                     states[run.name] = optimizer.init_state(shape, self.mesh.device)
+                    optimizer.place(states[run.name], run.parameter)
         return states
 
     def _update(self, lr: float, scale: float) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from impl.harness.experiments import TIERS, find_run
+from impl.harness.experiments import find_run
+from impl.harness.tiers import TIERS
 
 HELP = "write the configuration file of one run of an experiment"
 

@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything, then measure; returns the exit code.  Raises :class:`impl.errors.ConfigError` before that."""
     from impl.harness import launch, setup, worker
-    from impl.harness.experiments import StepTimeSpec
     from impl.harness.spec import load_yaml, parse
     from impl.harness.step_time import check_systems
+    from impl.harness.step_time_spec import StepTimeSpec
 
     spec = parse(StepTimeSpec, load_yaml(args.config))
     check_systems(spec)

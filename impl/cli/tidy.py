@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from impl.harness.experiments import TIERS, load
+from impl.harness.experiments import load
 from impl.harness.tidy import collect
+from impl.harness.tiers import TIERS
 
 HELP = "collect the records of an experiment's runs into one tidy table (parquet and CSV)"
 

@@ -13,9 +13,10 @@ from pydantic import Field
 
 from impl.canzona.strategies import PlanOptions
 from impl.errors import ConfigError, unknown
-from impl.harness.experiments import TIERS, System, Tier
 from impl.harness.planning import Workload, plan_workload, workload
 from impl.harness.spec import Frozen, load_yaml, parse
+from impl.harness.step_time_spec import System
+from impl.harness.tiers import TIERS, Tier
 from impl.models import catalogue
 
 RATIOS = (

@@ -6,73 +6,19 @@ and reordered keys are the same one.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from impl.errors import ConfigError, unknown
+from impl.harness.pipeline_experiment import PipelineExperiment
+from impl.harness.run import Run
 from impl.harness.spec import Frozen, RunSpec, load_yaml, parse
-
-Tier = Literal["ci", "laptop", "gpu1", "node8", "cluster"]
-TIERS: tuple[str, ...] = get_args(Tier)
-Id = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
-
-
-class System(Frozen):
-    """One of the systems that an experiment compares.
-
-    id: its name in paths and tables' keys; name: how it is displayed.
-    nv_version: which published version of NV-layerwise.
-    live: run megatron-core's own ``LayerWiseDistributedOptimizer`` instead of this project's engine.
-    """
-
-    id: Id
-    name: str
-    strategy: str
-    nv_version: Literal["ping-pong", "lpt-numel", "lpt-ns"] | None = None
-    live: bool = False
-
-    def run_spec(self, base: RunSpec) -> RunSpec:
-        """Return ``base`` with this system's strategy and version."""
-        plan = {} if self.nv_version is None else {"plan": {"nv_version": self.nv_version}}
-        return parse(RunSpec, merged(base.resolved(), {"strategy": self.strategy}, plan))
-
-
-class StepTimeSpec(Frozen):
-    """One interleaved timing job: every system in the same process group, one after the other in each repetition.
-
-    base: the run that all systems share; its ``strategy`` and ``plan.nv_version`` are replaced by each system's.
-    repetitions: timed steps per system; warmup: untimed steps per system before them.
-    """
-
-    base: RunSpec
-    systems: tuple[System, ...] = Field(min_length=1)
-    repetitions: int = Field(default=20, gt=0)
-    warmup: int = Field(default=3, ge=0)
-
-    @model_validator(mode="after")
-    def _distinct(self) -> StepTimeSpec:
-        _no_duplicates(self.systems)
-        return self
-
-    @property
-    def world_size(self) -> int:
-        """Number of rank processes."""
-        return self.base.world_size
-
-    def resolved(self) -> dict[str, Any]:
-        """Return every setting as plain data, defaults included."""
-        return self.model_dump(mode="json")
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the settings; independent of key order."""
-        return canonical_digest(self.resolved() | {"base": self.base.digest})
+from impl.harness.step_time_spec import StepTimeSpec, System
+from impl.harness.tiers import TIERS, Id, Tier, canonical_digest, merged, no_duplicates, of_tier
 
 
 class Mesh(Frozen):
@@ -113,7 +59,7 @@ class _Experiment(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> _Experiment:
-        _no_duplicates(self.systems)
+        no_duplicates(self.systems)
         ids = [s.id for s in self.systems]
         if self.reference not in ids:
             raise ValueError(f"reference {self.reference!r} is not one of the systems {', '.join(ids)}")
@@ -136,7 +82,7 @@ class StepTimeExperiment(_Experiment):
 
     def runs(self, tier: str) -> tuple[Run, ...]:
         """Return the jobs of ``tier``."""
-        chosen = _of_tier(self.tiers, tier)
+        chosen = of_tier(self.tiers, tier)
         runs = []
         for mesh in chosen.meshes:
             base = parse(RunSpec, merged(self.base, chosen.base, {"dp": mesh.dp, "tp": mesh.tp}))
@@ -155,7 +101,7 @@ class PrecisionExperiment(_Experiment):
 
     def runs(self, tier: str) -> tuple[Run, ...]:
         """Return the training runs of ``tier``."""
-        chosen = _of_tier(self.tiers, tier)
+        chosen = of_tier(self.tiers, tier)
         runs = []
         for mesh in chosen.meshes:
             for seed in chosen.seeds:
@@ -168,43 +114,26 @@ class PrecisionExperiment(_Experiment):
         return tuple(runs)
 
 
-class Run(Frozen):
-    """One run of an experiment.
-
-    name: what it is, in path characters; command: the subcommand of ``python -m impl`` that executes it.
-    system: the system it runs, None when one job runs several.
-    """
-
-    name: Id
-    command: Literal["train", "step-time"]
-    spec: RunSpec | StepTimeSpec
-    system: System | None = None
-
-    @property
-    def id(self) -> str:
-        """Name and the first eight digits of the settings' hash: the name of the run's folder."""
-        return f"{self.name}-{self.spec.digest[:8]}"
-
-    @property
-    def base(self) -> RunSpec:
-        """The settings of the training run, shared by all systems of a step-time job."""
-        return self.spec.base if isinstance(self.spec, StepTimeSpec) else self.spec
-
-
-Experiment = StepTimeExperiment | PrecisionExperiment
-_KINDS: dict[str, type[StepTimeExperiment] | type[PrecisionExperiment]] = {
+Experiment = StepTimeExperiment | PrecisionExperiment | PipelineExperiment
+_KINDS: dict[str, type[StepTimeExperiment] | type[PrecisionExperiment] | type[PipelineExperiment]] = {
     "step-time": StepTimeExperiment,
     "precision": PrecisionExperiment,
+    "pipeline": PipelineExperiment,
 }
 
 
 def load(path: str | Path) -> Experiment:
-    """Return the experiment of a YAML file; raises :class:`ConfigError` that names the file and the setting."""
+    """Return the experiment of a YAML file; raises :class:`ConfigError` that names the file and the setting.
+
+    Where a pipeline experiment's ``tuned`` is a file's name, beside its own, that file's list takes its place.
+    """
     data = load_yaml(path)
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind not in _KINDS:
         raise ConfigError(f"{path}: kind must be one of {', '.join(sorted(_KINDS))}, got {kind!r}")
     with _naming(path):
+        if isinstance(tuned := data.get("tuned"), str):
+            data["tuned"] = load_yaml(Path(path).parent / tuned)
         return parse(_KINDS[kind], data)
 
 
@@ -235,7 +164,7 @@ def settings_digest(path: str | Path, tier: str) -> str:
     tiers = data.get("tiers") if isinstance(data, dict) else None
     if not isinstance(tiers, dict):
         raise ConfigError(f"{path}: expected a mapping with tiers")
-    return canonical_digest({**data, "tiers": _of_tier(tiers, tier)})
+    return canonical_digest({**data, "tiers": of_tier(tiers, tier)})
 
 
 def find_run(path: str | Path, tier: str, run_id: str) -> Run:
@@ -246,39 +175,9 @@ def find_run(path: str | Path, tier: str, run_id: str) -> Run:
     return runs[run_id]
 
 
-def merged(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Return nested plain data in which later ``layers`` override earlier ones key by key."""
-    result: dict[str, Any] = {}
-    for layer in layers:
-        for key, value in layer.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged(result[key], value) if both else value
-    return result
-
-
-def canonical_digest(data: Any) -> str:
-    """SHA-256 of plain data in a form that does not depend on key order."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
 @contextmanager
 def _naming(path: str | Path) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _of_tier(tiers: Any, tier: str) -> Any:
-    if tier not in TIERS:
-        raise unknown("tier", tier, TIERS)
-    if tier not in tiers:
-        raise ConfigError(f"this experiment has no tier {tier!r}; it has {', '.join(tiers)}")
-    return tiers[tier]
-
-
-def _no_duplicates(systems: tuple[System, ...]) -> None:
-    ids = [s.id for s in systems]
-    for name in ids:
-        if ids.count(name) > 1:
-            raise ValueError(f"system {name!r} is listed twice")

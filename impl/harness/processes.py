@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -29,6 +31,25 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def this_process() -> str:
+    """Return a name of this process that :func:`has_ended` understands and people too."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def has_ended(name: str) -> bool:
+    """Return whether ``name``, of :func:`this_process`, is of a process of this machine that is no more."""
+    found = re.fullmatch(r"process (\d+) on (.+)", name)
+    if found is None or found[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it is another user's
+    return False
 
 
 def signal_name(exit_code: int) -> str:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -22,6 +21,7 @@ import yaml
 
 from impl.errors import ConfigError
 from impl.harness import provenance
+from impl.harness.processes import has_ended, this_process
 from impl.harness.spec import Frozen, load_yaml, parse
 
 SCHEMA = 1
@@ -151,20 +151,27 @@ class RunFolder:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return descriptor
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self.lock, 200, 0).decode(errors="replace").strip()
-            self.release()
-            raise ConfigError(
-                f"run folder {self.path} is in use by {holder or 'another process'}: wait for it or give another --out"
-            ) from None
-        except OSError as error:
-            self.release()
-            raise ConfigError(f"cannot lock run folder {self.path}: {error.strerror}") from None
+    def _take_lock(self, seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(self.lock, 200, 0).decode(errors="replace").strip()
+                if has_ended(holder) and time.monotonic() < deadline:
+                    time.sleep(0.05)  # the processes of a killed launcher are about to follow it
+                    continue
+                self.release()
+                raise ConfigError(
+                    f"run folder {self.path} is in use by {holder or 'another process'}: wait for it or give another "
+                    "--out"
+                ) from None
+            except OSError as error:
+                self.release()
+                raise ConfigError(f"cannot lock run folder {self.path}: {error.strerror}") from None
         os.ftruncate(self.lock, 0)
-        os.pwrite(self.lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(self.lock, f"{this_process()}\n".encode(), 0)
 
     def _check_settings(self, spec: Spec) -> None:
         if not self.config.exists():

@@ -20,11 +20,11 @@ from impl.canzona.audit import Audit
 from impl.canzona.engine import Engine
 from impl.canzona.mesh import Mesh
 from impl.errors import ConfigError
-from impl.harness.experiments import StepTimeSpec, System
 from impl.harness.progress import Progress
 from impl.harness.record import append_row
 from impl.harness.results import engine_facts
 from impl.harness.setup import device_type, prepare
+from impl.harness.step_time_spec import StepTimeSpec, System
 from impl.harness.training import Trainer, build
 from impl.harness.worker import Rank
 

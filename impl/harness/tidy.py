@@ -11,13 +11,25 @@ from typing import Any
 
 import pandas as pd
 
-from impl.harness.experiments import Experiment, Run, StepTimeExperiment, StepTimeSpec, System
+from impl.harness.experiments import Experiment, PrecisionExperiment, StepTimeExperiment
+from impl.harness.pipeline_spec import PipelineSpec
+from impl.harness.run import Run
+from impl.harness.step_time_spec import StepTimeSpec
+from impl.harness.tiers import Label
 
 Row = dict[str, Any]
 KEYS = ("run", "status", "error", "kind", "model", "optimizer", "dp", "tp", "seed", "system", "system_name")
 PROVENANCE = ("commit", "dirty", "config_digest", "torch", "hardware", "started")
 STEP_TIME_COLUMNS = (*KEYS, "shared_cores", "quantity", "phase", "axis", "rank", "repetition", "value", "unit")
 PRECISION_COLUMNS = (*KEYS, "reference", "step", "loss", "heldout_loss", "params_digest")
+PIPELINE_KEYS = (
+    *("run", "status", "error", "kind", "model", "layers", "method", "settings", "mode", "stages", "seed", "lr"),
+    *("steps", "batch", "system", "system_name", "reference", "shared_cores"),
+)
+PIPELINE_COLUMNS = (*PIPELINE_KEYS, "quantity", "update", "stage", "value", "unit")
+PER_STAGE = {"staleness": "updates", "peak_stash_versions": "versions"}
+"""What a pipeline's record says of every stage, with its unit."""
+_COLUMNS = {"step-time": STEP_TIME_COLUMNS, "precision": PRECISION_COLUMNS, "pipeline": PIPELINE_COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -60,14 +72,17 @@ def collect(experiment: Experiment, tier: str, runs: Path) -> pd.DataFrame:
     Every run and system that was asked for has at least one row; without a usable record its value is NaN and its
     status says why.
     """
-    step_time = isinstance(experiment, StepTimeExperiment)
     rows: list[Row] = []
     for run in experiment.runs(tier):
         record = read_record(runs / run.id)
-        found = _step_time_rows(run, record) if step_time else _precision_rows(run, record, experiment.reference)
+        if isinstance(experiment, StepTimeExperiment):
+            found = _step_time_rows(run, record)
+        elif isinstance(experiment, PrecisionExperiment):
+            found = _precision_rows(run, record, experiment.reference)
+        else:
+            found = _pipeline_rows(run, record, experiment.reference)
         rows += [row | _provenance(record) for row in found]
-    columns = STEP_TIME_COLUMNS if step_time else PRECISION_COLUMNS
-    return pd.DataFrame(rows, columns=[*columns, *PROVENANCE])
+    return pd.DataFrame(rows, columns=[*_COLUMNS[experiment.kind], *PROVENANCE])
 
 
 def _step_time_rows(run: Run, record: Record) -> Iterator[Row]:
@@ -108,7 +123,52 @@ def _precision_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
         yield keys | {"step": step, "loss": math.nan if loss is None else float(loss)}
 
 
-def _keys(run: Run, system: System, record: Record) -> Row:
+def _pipeline_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
+    """Losses and time by update, what the record says of each stage, and for processes what was planned."""
+    spec, result = run.spec, record.result
+    assert isinstance(spec, PipelineSpec)
+    assert run.system is not None
+    keys = {
+        "run": run.id,
+        "status": record.status,
+        "error": record.error,
+        "kind": "measured",
+        **{
+            k: getattr(spec, k) for k in ("model", "layers", "method", "mode", "stages", "seed", "lr", "steps", "batch")
+        },
+        "settings": json.dumps(spec.method_settings, sort_keys=True),
+        "system": run.system.id,
+        "system_name": run.system.name,
+        "reference": reference,
+        "shared_cores": _shares_cores(record, spec.world_size),
+    }
+    curves: dict[str, dict[int, float]] = {"heldout_loss": {}, "training_loss": {}}
+    for event in record.rows:
+        name = {"heldout": "heldout_loss", "step": "training_loss"}.get(str(event.get("event")))
+        if name:  # a row that a resumed run wrote again: the last counts
+            curves[name][event["step"]] = math.nan if event["loss"] is None else float(event["loss"])
+    for name, curve in curves.items():
+        for update, loss in sorted(curve.items()) or [(None, math.nan)]:
+            yield keys | {"quantity": name, "update": update, "value": loss, "unit": "nats"}
+    for name, unit in PER_STAGE.items():
+        for stage, count in enumerate(result.get(name) or ()):
+            yield keys | {"quantity": name, "stage": stage, "value": float(count), "unit": unit}
+    if spec.runtime == "processes":
+        yield from (keys | row for row in _timed_rows(spec, record))
+
+
+def _timed_rows(spec: PipelineSpec, record: Record) -> Iterator[Row]:
+    """When each update was done, and the planned idle time and bytes; an update that was resumed counts last."""
+    from impl.harness.pipeline_plan import planned  # imports torch
+
+    elapsed = {e["step"]: e["elapsed"] for e in record.rows if e.get("event") == "step" and "elapsed" in e}
+    for update, seconds in sorted(elapsed.items()):
+        yield {"quantity": "elapsed", "update": update, "value": float(seconds), "unit": "s"}
+    for number in planned(spec):
+        yield {"kind": "planned", **vars(number)}
+
+
+def _keys(run: Run, system: Label, record: Record) -> Row:
     base = run.base
     return {
         "run": run.id,

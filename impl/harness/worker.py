@@ -99,7 +99,7 @@ def report_error(folder: Path, rank: int, error: BaseException) -> dict[str, Any
     report = {
         "rank": rank,
         "time": time.time(),
-        "status": _status(error),
+        "status": status_of(error),
         "type": type(error).__name__,
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
@@ -190,7 +190,8 @@ def _leave(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _status(error: BaseException) -> str:
+def status_of(error: BaseException) -> str:
+    """Return the status of a run that ``error`` ended."""
     import torch
 
     if isinstance(error, CorruptRecord):

@@ -82,6 +82,23 @@ class Init(_Frozen):
     embedding: float = Field(gt=0)
 
 
+class Part(_Frozen):
+    """A contiguous part of a model, as one pipeline stage holds it: layers ``first`` to ``last``, exclusive.
+
+    embedding, head: whether the word embedding, or final norm and output layer, belong to it too.
+    """
+
+    first: int = Field(ge=0)
+    last: int = Field(ge=0)
+    embedding: bool
+    head: bool
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.last - self.first
+
+
 class ModelConfig(_Frozen):
     """One model: its architecture, initialisation and the source of the figures.  Immutable and hashable."""
 
@@ -134,20 +151,29 @@ class ModelConfig(_Frozen):
                 fits = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
                 raise ConfigError(f"{self.name}: TP={tp} does not divide {n} {what}; use one of {fits}")
 
-    def parameters(self, tp: int) -> tuple[ParamSpec, ...]:
+    def whole(self) -> Part:
+        """Return the part that is the whole model."""
+        return Part(first=0, last=self.arch.num_hidden_layers, embedding=True, head=True)
+
+    def parameters(self, tp: int, part: Part | None = None) -> tuple[ParamSpec, ...]:
         """Return every parameter in the order of the Megatron model's ``named_parameters()``.
 
-        ``tp`` decides only the vocabulary padding; shapes are those of whole tensors.  Raises :class:`ConfigError`
-        if ``tp`` does not fit the model.
+        ``tp`` decides only the vocabulary padding; shapes are those of whole tensors.
+
+        part: the parameters of this pipeline stage alone, under their names in the whole model.
+
+        Raises :class:`ConfigError` if ``tp`` does not fit the model.
         """
         self.check(tp)
         a, table = self.arch, (self.padded_vocab(tp), self.arch.hidden_size)
-        specs = [ParamSpec("embedding.word_embeddings.weight", table, tp_dim=0)]
-        for layer in range(a.num_hidden_layers):
+        part = part or self.whole()
+        specs = [ParamSpec("embedding.word_embeddings.weight", table, tp_dim=0)] if part.embedding else []
+        for layer in range(part.first, part.last):
             specs += self._layer(f"decoder.layers.{layer}.")
-        specs.append(ParamSpec("decoder.final_layernorm.weight", (a.hidden_size,)))
-        if not a.tie_word_embeddings:
-            specs.append(ParamSpec("output_layer.weight", table, tp_dim=0))
+        if part.head:
+            specs.append(ParamSpec("decoder.final_layernorm.weight", (a.hidden_size,)))
+            if not a.tie_word_embeddings:
+                specs.append(ParamSpec("output_layer.weight", table, tp_dim=0))
         return tuple(specs)
 
     def _layer(self, prefix: str) -> Iterator[ParamSpec]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from impl.models.catalogue import ModelConfig
+from impl.models.catalogue import ModelConfig, Part
 from impl.models.cross_entropy import vocabulary_parallel_cross_entropy
 
 
@@ -52,6 +53,8 @@ class SDPACoreAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.recompute = False
+        """Whether the backward runs the attention again instead of keeping its intermediate results."""
 
     def forward(
         self,
@@ -65,6 +68,12 @@ class SDPACoreAttention(MegatronModule):
         """Return the attended values ``[s, b, heads * d]``; ``key`` and ``value`` may have fewer heads."""
         if attention_mask is not None or packed_seq_params is not None:
             raise NotImplementedError("only the causal mask over whole sequences is supported")
+        if self.recompute and torch.is_grad_enabled():
+            # no dropout, so there is no generator state to restore
+            return checkpoint(self._attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        return self._attend(query, key, value)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         grouped = q.size(1) != k.size(1)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
@@ -91,10 +100,19 @@ class DeviceRotary(RotaryEmbedding):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :].to(self.device)
 
 
-class PortableGPT(GPTModel):
-    """The model of ``catalogued``; further arguments, such as ``pre_process``, go to ``GPTModel``.
+class _NumberedLayers(nn.ModuleList):
+    """The layers of a pipeline stage, under their numbers in the whole model."""
 
-    Its ``named_parameters()`` are ``catalogued.parameters(tp)``, as shards, in that order.
+    def __init__(self, layers: Iterable[nn.Module], first: int) -> None:
+        super().__init__()
+        for number, layer in enumerate(layers, start=first):
+            self.add_module(str(number), layer)
+
+
+class PortableGPT(GPTModel):
+    """The model of ``catalogued``, or the ``part`` of it that one pipeline stage holds.
+
+    Its ``named_parameters()`` are ``catalogued.parameters(tp, part)``, as shards, in that order.
     """
 
     def __init__(
@@ -103,7 +121,7 @@ class PortableGPT(GPTModel):
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         device: torch.device,
-        **arguments: Any,
+        part: Part,
     ) -> None:
         arch = catalogued.arch
         super().__init__(
@@ -114,9 +132,12 @@ class PortableGPT(GPTModel):
             share_embeddings_and_output_weights=arch.tie_word_embeddings,
             position_embedding_type="rope",
             pg_collection=groups,
-            **arguments,
+            pre_process=part.embedding,
+            post_process=part.head,
         )
-        self.catalogued = catalogued
+        self.catalogued, self.part = catalogued, part
+        if part.first:
+            self.decoder.layers = _NumberedLayers(self.decoder.layers, part.first)
         self.rotary_pos_emb = DeviceRotary(arch.head_dim, arch.rope_parameters.rope_theta, groups.cp, device)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -127,17 +148,25 @@ class PortableGPT(GPTModel):
 
 
 def build_model(
-    config: ModelConfig, tp_group: dist.ProcessGroup, *, dtype: torch.dtype, device: torch.device | str
+    config: ModelConfig,
+    tp_group: dist.ProcessGroup,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    part: Part | None = None,
 ) -> PortableGPT:
     """Return this tensor-parallel rank's part of the model, with weights not initialised.
+
+    part: of a pipeline stage; by default the whole model.
 
     Every rank of ``tp_group`` must call (ranks do not wait for each other).  ``dtype`` is that of all parameters.
     The device ``meta`` gives shapes only.  Raises :class:`ConfigError` if the group's size does not fit the model.
     """
     config.check(tp_group.size())
-    device = torch.device(device)
+    device, part = torch.device(device), part or config.whole()
     with device, _without_megatrons_warnings():
-        model = PortableGPT(config, _transformer_config(config, tp_group.size(), dtype), _groups(tp_group), device)
+        settings = _transformer_config(config, tp_group.size(), dtype, part.layers)
+        model = PortableGPT(config, settings, _groups(tp_group), device, part)
     model.to(dtype=dtype)  # Megatron leaves norms in fp32
     _check_layout(model, config, tp_group.size())
     return model
@@ -152,6 +181,38 @@ def loss(model: PortableGPT, tokens: Tensor) -> Tensor:
     if tokens.device.type == "cpu":  # on a GPU the check would wait for the device: check before moving them there
         check_tokens(tokens, model.catalogued)
     return model(input_ids=tokens[:, :-1], position_ids=None, attention_mask=None, labels=tokens[:, 1:]).mean()
+
+
+def forward_stage(model: PortableGPT, hidden: Tensor | None, tokens: Tensor | None) -> Tensor:
+    """Return what a pipeline stage makes of ``hidden``: hidden states ``[s, b, h]``, on the last stage the mean loss.
+
+    hidden: what the stage before returned; None on the first stage, which starts from ``tokens``.
+    tokens: ``[b, s + 1]`` as in :func:`loss`, on the first and the last stage; None in between.
+
+    All tensor-parallel ranks must call.
+    """
+    first, last = model.pre_process, model.post_process
+    if (first or last) == (tokens is None) or first != (hidden is None):
+        raise ValueError("the first stage takes tokens, the last takes tokens too, all others take hidden states")
+    ids = labels = None
+    if tokens is not None:
+        if tokens.device.type == "cpu":
+            check_tokens(tokens, model.catalogued)
+        ids, labels = tokens[:, :-1] if first else None, tokens[:, 1:] if last else None
+    if hidden is not None:
+        model.set_input_tensor(hidden)
+    # Megatron declares ids as required, but a stage without embedding does not read them
+    out = model(input_ids=ids, position_ids=None, attention_mask=None, labels=labels)
+    if hidden is not None:
+        model.decoder.input_tensor = None  # or the module would keep the graph of this call alive
+    return out.mean() if last else out
+
+
+def recompute_attention(model: PortableGPT, recompute: bool) -> None:
+    """Let backwards run the core attention again instead of keeping its intermediate results, or stop it."""
+    for module in model.modules():
+        if isinstance(module, SDPACoreAttention):
+            module.recompute = recompute
 
 
 def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
@@ -181,10 +242,10 @@ def _layer_spec(qk_norm: bool) -> ModuleSpec:
     return spec
 
 
-def _transformer_config(config: ModelConfig, tp: int, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(config: ModelConfig, tp: int, dtype: torch.dtype, layers: int) -> TransformerConfig:
     arch = config.arch
-    return TransformerConfig(
-        num_layers=arch.num_hidden_layers,
+    settings = TransformerConfig(
+        num_layers=max(layers, 1),
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.intermediate_size,
         num_attention_heads=arch.num_attention_heads,
@@ -214,6 +275,8 @@ def _transformer_config(config: ModelConfig, tp: int, dtype: torch.dtype) -> Tra
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
+    settings.num_layers = layers  # it divides by the number in a deviation that nothing here uses
+    return settings
 
 
 def _groups(tp_group: dist.ProcessGroup) -> ProcessGroupCollection:
@@ -233,7 +296,7 @@ def _groups(tp_group: dist.ProcessGroup) -> ProcessGroupCollection:
 def _check_layout(model: PortableGPT, config: ModelConfig, tp: int) -> None:
     """Raise RuntimeError if another megatron-core version registers other parameters than the catalogue says."""
     built = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    expected = [(spec.name, spec.local_shape(tp)) for spec in config.parameters(tp)]
+    expected = [(spec.name, spec.local_shape(tp)) for spec in config.parameters(tp, model.part)]
     if built != expected:
         a, b = next(((a, b) for a, b in zip(built, expected, strict=False) if a != b), (len(built), len(expected)))
         raise RuntimeError(f"this megatron-core version lays {config.name} out otherwise: {a} where {b} was expected")

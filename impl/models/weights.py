@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.models.catalogue import ModelConfig
+from impl.models.catalogue import ModelConfig, Part
 from impl.models.hf_checkpoint import load_hf, save_hf
 from impl.models.hf_layout import RESIDUAL_OUTPUTS, from_hf, hf_names, hf_shapes, to_hf
 from impl.models.parameters import ParamSpec
@@ -26,21 +26,25 @@ __all__ = ["initialize", "load_hf", "params_digest", "save_hf", "whole_parameter
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, config: ModelConfig, seed: int, tp_rank: int, tp: int) -> None:
+def initialize(
+    model: nn.Module, config: ModelConfig, seed: int, tp_rank: int, tp: int, part: Part | None = None
+) -> None:
     """Fill ``model``, the part of tensor-parallel rank ``tp_rank`` of ``tp``, with fresh weights.
+
+    part: the pipeline stage that ``model`` is, by default the whole model.
 
     Every Hugging Face tensor has its own generator, seeded by ``seed`` and its name: whole weights depend neither on
     the parallel layout nor on the order of parameters, nor on the device (drawn on the CPU in fp32).  Matrices are
     normal with the deviations of ``config.init``, norms are one, padding is zero.  No communication.
     """
     local = dict(model.named_parameters())
-    for spec in config.parameters(tp):
+    for spec in config.parameters(tp, part):
         drawn = {name: _draw(config, name, shape, seed) for name, shape in hf_shapes(config, spec).items()}
         local[spec.name].copy_(shard(from_hf(config, spec, drawn), spec, tp, tp_rank))
 
 
 def whole_parameters(
-    model: nn.Module, config: ModelConfig, tp_group: dist.ProcessGroup
+    model: nn.Module, config: ModelConfig, tp_group: dist.ProcessGroup, part: Part | None = None
 ) -> Iterator[tuple[ParamSpec, Tensor]]:
     """Yield every parameter as a whole tensor, in the model's type and on its device.
 
@@ -48,16 +52,18 @@ def whole_parameters(
     ranks that have no use for the result.  The order is that of Hugging Face names in ASCII, not of registration, so
     that :func:`params_digest` has to keep little.  Uncut tensors share the model's memory: use each before asking for
     the next, and clone what must outlive a training step.
+
+    part: the pipeline stage that ``model`` is, by default the whole model.
     """
     tp, local = tp_group.size(), dict(model.named_parameters())
-    for spec in sorted(config.parameters(tp), key=lambda s: min(hf_names(s))):
-        part = local[spec.name].detach()
+    for spec in sorted(config.parameters(tp, part), key=lambda s: min(hf_names(s))):
+        own = local[spec.name].detach()
         if tp > 1 and spec.tp_dim is not None:
-            parts = part.new_empty(tp * part.numel())
-            _all_gather(parts, part.flatten(), group=tp_group)
-            yield spec, unshard(parts.view(tp, *part.shape).unbind(), spec)
+            shards = own.new_empty(tp * own.numel())
+            _all_gather(shards, own.flatten(), group=tp_group)
+            yield spec, unshard(shards.view(tp, *own.shape).unbind(), spec)
         else:
-            yield spec, part
+            yield spec, own
 
 
 def params_digest(config: ModelConfig, whole: Iterable[tuple[ParamSpec, Tensor]]) -> str:

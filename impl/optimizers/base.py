@@ -47,7 +47,10 @@ class Optimizer(ABC):
 
     @abstractmethod
     def init_state(self, shape: Shape, device: torch.device) -> State:
-        """Return the fresh state (fp32 tensors by name) for a tensor of ``shape``."""
+        """Return the fresh state for a tensor of ``shape``: tensors by name, fp32 unless a setting says otherwise."""
+
+    def place(self, state: State, index: int) -> None:  # noqa: B027  (most rules do not care)
+        """Tell a fresh ``state`` which parameter of the plan it belongs to, for rules that take matrices in turn."""
 
     @abstractmethod
     def update(self, grad: Tensor, state: State, step: int) -> Tensor:

@@ -57,6 +57,11 @@ def route(parameters: Sequence[ParamSpec], matrix_optimizer: str, frozen: Sequen
     return routes
 
 
+def is_matrix(parameter: ParamSpec) -> bool:
+    """Return whether a matrix optimizer takes ``parameter`` (rules 3 to 5 of :func:`route`)."""
+    return len(parameter.shape) == 2 and not any(part in parameter.name for part, _ in EXCLUDED)
+
+
 def _first_match(parameter: ParamSpec, matrix_optimizer: str, frozen: Sequence[str]) -> Route:
     name = parameter.name
     for pattern in frozen:

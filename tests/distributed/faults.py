@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,3 +99,21 @@ def kill_launcher_at_step_5(me: Rank) -> None:
 
     training.Trainer.step = step_or_kill
     training.train(me)
+
+
+def kill_pipeline_launcher_at_update_6(me: Rank) -> None:
+    """Train a pipeline, and have its last stage kill -9 the launcher ahead of update 6."""
+    from impl.rotation import runtime
+
+    update = runtime.Runner._update
+
+    def update_or_kill(self: runtime.Runner, action: Any) -> None:
+        if action.number == 5:
+            if self.stage.is_last:
+                with open(f"/proc/{os.getppid()}/stat") as stat:
+                    os.kill(int(stat.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            time.sleep(60)
+        update(self, action)
+
+    runtime.Runner._update = update_or_kill
+    runtime.run(me)

@@ -7,8 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from impl.harness.experiments import PrecisionExperiment, Run, StepTimeExperiment, StepTimeSpec, merged
+from impl.harness.experiments import PrecisionExperiment, StepTimeExperiment
+from impl.harness.pipeline_experiment import PipelineExperiment
+from impl.harness.pipeline_spec import PipelineSpec
+from impl.harness.run import Run
 from impl.harness.spec import parse
+from impl.harness.step_time_spec import StepTimeSpec
+from impl.harness.tiers import merged
 
 SYSTEMS = [
     {"id": "sc", "name": "SC", "strategy": "sc"},
@@ -111,3 +116,63 @@ def precision_run(folder: Path, run: Run, *, offset: float = 0.0, after: int = 0
     digest = f"digest of seed {run.base.seed}" + (" changed" if offset else "")
     result = {"heldout_loss": 2.5, "params_digest": digest, "final_loss": rows[-1]["loss"]}
     return write(folder, run, result, rows, **changed)
+
+
+PIPELINE_METHODS = [
+    {"id": "adamw", "name": "AdamW (PipeDream)", "method": "pipedream"},
+    {"id": "pipedream-lr", "name": "PipeDream-LR", "method": "pipedream-lr", "lr": [8e-3]},
+    {"id": "nesterov", "name": "Nesterov", "method": "nesterov", "lr": [8e-3]},
+    {"id": "muon", "name": "Muon", "method": "muon"},
+    {"id": "rotation", "name": "Basis rotation", "method": "basis-rotation", "settings": {"period": 1}},
+]
+TUNED = [
+    {"name": "adamw", "stages": 1, "lr": 8e-3},
+    {"name": "adamw", "stages": 8, "lr": 4e-3},
+    {"name": "muon", "stages": 8, "lr": 8e-3, "settings": {"momentum": 0.8}, "heldout_loss": 1.8, "runs": 6},
+    {"name": "rotation", "stages": 1, "lr": 8e-3},
+    {"name": "rotation", "stages": 8, "lr": 4e-3},
+]
+RATES = {"adamw": 0.02, "pipedream-lr": 0.04, "nesterov": 0.05, "muon": 0.06, "rotation": 0.08}
+"""How fast the made-up losses of a method fall."""
+
+
+def pipeline_data(**tier: Any) -> dict[str, Any]:
+    """Plain data of a small pipeline experiment."""
+    grids = [{"stages": [1], "methods": ["adamw", "rotation"]}, {"stages": [8]}]
+    return {
+        "kind": "pipeline",
+        "title": "Methods under delay",
+        "reference": "adamw",
+        "base": {"model": "qwen3-tiny", "steps": 400},
+        "methods": PIPELINE_METHODS,
+        "tuned": TUNED,
+        "tiers": {"ci": {"grids": grids, "seeds": [0, 1, 2], **tier}},
+    }
+
+
+def pipeline_experiment(**tier: Any) -> PipelineExperiment:
+    return parse(PipelineExperiment, pipeline_data(**tier))
+
+
+def pipeline_loss(run: Run, update: int) -> float:
+    """A made-up held-out loss: it falls with the method's rate, more slowly the more stages."""
+    assert isinstance(run.spec, PipelineSpec)
+    assert run.system is not None
+    rate = RATES[run.system.id] / (1 + 0.3 * (run.spec.stages - 1))
+    return 5.5 / (1 + rate * update) + 0.01 * run.spec.seed
+
+
+def pipeline_run(folder: Path, run: Run, **changed: Any) -> Path:
+    """Write a finished pipeline run."""
+    spec = run.spec
+    assert isinstance(spec, PipelineSpec)
+    heldout = [[u, pipeline_loss(run, u)] for u in range(20, spec.steps + 1, 20)]
+    first = 10.0 if spec.runtime == "processes" else 1.0  # seconds to the end of the first update
+    rows = [
+        {"event": "step", "step": u, "loss": 6.0, "lr": spec.lr, "elapsed": first + 0.02 * u}
+        for u in range(1, spec.steps + 1)
+    ]
+    rows += [{"event": "heldout", "step": u, "loss": loss} for u, loss in heldout]
+    per_stage = list(range(spec.stages - 1, -1, -1))
+    result = {"heldout": heldout, "heldout_loss": heldout[-1][1], "staleness": per_stage}
+    return write(folder, run, result | {"peak_stash_versions": [t + 1 for t in per_stage]}, rows, **changed)

@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from impl.errors import ConfigError
-from impl.harness import experiments
-from impl.harness.experiments import PrecisionExperiment, StepTimeExperiment, StepTimeSpec
+from impl.harness import experiments, pipeline_run
+from impl.harness.experiments import PrecisionExperiment, StepTimeExperiment
+from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.spec import RunSpec, load_yaml, parse
+from impl.harness.step_time_spec import StepTimeSpec
 from impl.models import catalogue
 from tests.unit import fake_runs
 
@@ -39,12 +41,16 @@ def written(tmp_path: Path, data: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("tier", experiments.TIERS)
 def test_every_tier_of_every_experiment_is_valid(tier):
     runs = experiments.all_runs(FOLDER, tier)
-    assert set(runs) >= {"step_time", "precision"}
-    ids = [run.id for group in runs.values() for run in group]
-    assert len(ids) == len(set(ids))
-    assert all(re.fullmatch(r"[a-z0-9-]+", i) for i in ids)
+    assert set(runs) >= {"step_time", "precision", "staleness", "rotation", "sweep"}
+    for group in runs.values():
+        ids = [run.id for run in group]
+        assert len(ids) == len(set(ids))
+        assert all(re.fullmatch(r"[a-z0-9-]+", i) for i in ids)
     for run in (run for group in runs.values() for run in group):
-        catalogue.load(run.base.model, layers=run.base.layers).check(run.base.tp)
+        if isinstance(run.spec, PipelineSpec):
+            assert len(pipeline_run.prepare(run.spec.model_copy(update={"steps": 50})).parts) == run.spec.stages
+        else:
+            catalogue.load(run.base.model, layers=run.base.layers).check(run.base.tp)
 
 
 def test_step_time_expands_to_one_job_per_mesh():
@@ -122,7 +128,7 @@ def test_configs_command_writes_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "step-tyme"}, "kind must be one of precision, step-time"),
+        ({"kind": "step-tyme"}, "kind must be one of pipeline, precision, step-time"),
         ({"titel": "x"}, "did you mean 'title'"),
         ({"base": {"model": "qwen3-tiny", "optimiser": "muon"}}, "did you mean 'optimizer'"),
         ({"reference": "scc"}, "is not one of the systems"),

@@ -1,6 +1,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -50,6 +52,20 @@ def test_a_claimed_folder_is_refused_to_others_until_every_holder_is_gone(tmp_pa
     with pytest.raises(ConfigError, match="is in use by"):
         RunFolder(tmp_path).claim(SPEC)
     os.close(inherited)
+    assert RunFolder(tmp_path).claim(SPEC) is None
+
+
+def test_the_folder_of_a_killed_launcher_is_free_when_its_processes_have_ended(tmp_path):
+    """They end a moment after the launcher, and until then they hold the lock that they inherited."""
+    claim_and_leave_a_child = f"""
+import subprocess, sys
+from impl.harness.record import RunFolder
+from impl.harness.spec import RunSpec
+run = RunFolder({str(tmp_path)!r})
+run.claim(RunSpec(model="qwen3-tiny"))
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], pass_fds=[run.lock])
+"""
+    subprocess.run([sys.executable, "-c", claim_and_leave_a_child], check=True, timeout=60, stdout=subprocess.DEVNULL)
     assert RunFolder(tmp_path).claim(SPEC) is None
 
 

@@ -37,7 +37,7 @@ def fake_python(folder: Path, version: str) -> Path:
 
 def test_help_lists_the_targets(copy):
     shown = make(copy, "help").stdout
-    for target in ("venv", "reproduce", "test", "lint", "clean", "retry"):
+    for target in ("venv", "reproduce", "full", "test", "lint", "clean", "retry"):
         assert f"  make {target} " in shown
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from impl.harness.experiments import TIERS
+from impl.harness.tiers import TIERS
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("Snakefile", "workflows", "experiments", "results/published")
@@ -85,8 +85,9 @@ def test_lint_and_format():
 @pytest.mark.parametrize("tier", TIERS)
 def test_dry_run_of_every_tier(copy, tier):
     jobs = planned(copy, "--config", f"tier={tier}")
-    assert jobs["table"] == jobs["figure"] == 3
+    assert jobs["table"] == jobs["figure"] == 5
     assert jobs["configure"] == jobs["train"] + jobs["time_steps"]
+    assert jobs["configure_pipeline"] == jobs["pipeline"]
     assert jobs["plan_balance"] == 1
 
 
@@ -94,6 +95,22 @@ def test_named_targets(copy):
     assert set(planned(copy, "--", "balance")) == {"plan_balance", "table", "figure", "balance", "total"}
     assert "time_steps" not in planned(copy, "--", "precision")
     assert "train" not in planned(copy, "--", "step_time")
+    assert set(planned(copy, "--config", "tier=ci", "--", "sweep")) == {
+        *("configure_pipeline", "pipeline", "tidy", "table", "figure", "sweep", "total")
+    }
+
+
+def test_experiments_share_pipeline_runs(copy):
+    staleness, rotation, both = (
+        planned(copy, "--", *names)["pipeline"] for names in (["staleness"], ["rotation"], ["staleness", "rotation"])
+    )
+    assert both == staleness + rotation - 6  # AdamW, P = 1 and 8, three seeds
+
+
+def test_full_is_more_than_the_default(copy):
+    default, full = planned(copy), planned(copy, "--", "full")
+    assert full["table"] > default["table"]
+    assert full["pipeline"] > 3 * default["pipeline"]
 
 
 def test_timed_jobs_hold_every_core(copy):
@@ -121,9 +138,9 @@ def test_smallest_tier_end_to_end_and_what_runs_again(copy):
     assert "(100%) done" in output
     results = copy / "results" / "generated" / "ci"
     manifests = [json.loads(path.read_text()) for path in results.rglob("manifest.json")]
-    assert len(manifests) == 8
+    assert len(manifests) == 12
     assert {m["status"] for m in manifests} == {"done"}
-    for name in ("balance", "step_time", "precision"):
+    for name in ("balance", "step_time", "precision", "staleness", "rotation"):
         made = {path.suffix: path.stat().st_size for path in (results / name).glob(f"{name}.*")}
         assert set(made) == {".parquet", ".csv", ".md", ".pdf", ".png"}
         assert min(made.values()) > 500

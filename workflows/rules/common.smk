@@ -12,9 +12,11 @@ from impl.harness import experiments
 shell.prefix(f"set -euo pipefail; export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; ")
 
 EXPERIMENTS = os.path.relpath(os.path.join(workflow.basedir, "experiments"))
-PUBLISHED = os.path.relpath(os.path.join(workflow.basedir, "results", "published", "canzona.csv"))
+PUBLISHED = os.path.relpath(os.path.join(workflow.basedir, "results", "published"))
 TIER = str(config.get("tier", "laptop"))
 HERE = "results/generated/{tier}/{experiment}"
+# Runs of pipelines are named by their settings alone, so that experiments share them.
+SHARED = "results/generated/{tier}/pipelines"
 
 try:
     RUNS = experiments.all_runs(EXPERIMENTS, TIER)
@@ -22,7 +24,10 @@ try:
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
-RANKS = {run.id: run.base.world_size for runs in RUNS.values() for run in runs}
+RANKS = {run.id: run.spec.world_size for runs in RUNS.values() for run in runs}
+PIPELINES = [name for name, runs in RUNS.items() if runs[0].command == "pipeline"]
+# Any experiment that wants a shared run can write its settings: the first one by name.
+OWNERS = {run.id: name for name in reversed(PIPELINES) for run in RUNS[name]}
 # Timed jobs hold every core, so that nothing runs beside them; without a core limit (a cluster) those they use.
 ALL_CORES = workflow.cores or max(RANKS.values())
 
@@ -31,12 +36,25 @@ def ranks(wildcards):
     return RANKS[wildcards.run]
 
 
+def pipeline_threads(wildcards):
+    return ALL_CORES if RANKS[wildcards.run] > 1 else 1
+
+
+def folder(experiment):
+    return SHARED if experiment in PIPELINES else HERE
+
+
 def manifests(wildcards):
-    return expand(f"{HERE}/runs/{{run}}/manifest.json", run=[r.id for r in RUNS[wildcards.experiment]], **wildcards)
+    ids = dict.fromkeys(r.id for r in RUNS[wildcards.experiment])
+    return expand(f"{folder(wildcards.experiment)}/runs/{{run}}/manifest.json", run=ids, **wildcards)
 
 
-def executed_by(command):
-    return "|".join(name for name, runs in RUNS.items() if runs[0].command == command)
+def published(wildcards):
+    return f"{PUBLISHED}/{'rotation' if wildcards.experiment in (*PIPELINES, 'hessian') else 'canzona'}.csv"
+
+
+def executed_by(*commands):
+    return "|".join(name for name, runs in RUNS.items() if runs[0].command in commands)
 
 
 def rendered(experiment):

@@ -3,6 +3,7 @@
 # A run that fails or diverges with a record is a result (`settle`): the tables are built and its cells say so.
 localrules:
     configure,
+    configure_pipeline,
 
 
 rule configure:
@@ -12,6 +13,8 @@ rule configure:
         f"{HERE}/configs/{{run}}.yaml",
     log:
         f"{HERE}/logs/{{run}}.configure.log",
+    wildcard_constraints:
+        experiment=executed_by("train", "step-time"),
     conda:
         "../envs/ricercar.yaml"
     resources:
@@ -67,4 +70,43 @@ rule time_steps:
         folder=subpath(output[0], parent=True),
     shell:
         "python -m impl step-time --config {input:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
+        " || python -m impl settle --out {params.folder:q}"
+
+
+rule configure_pipeline:
+    input:
+        ancient(lambda wildcards: f"{EXPERIMENTS}/{OWNERS[wildcards.run]}.yaml"),
+    output:
+        f"{SHARED}/configs/{{run}}.yaml",
+    log:
+        f"{SHARED}/logs/{{run}}.configure.log",
+    conda:
+        "../envs/ricercar.yaml"
+    resources:
+        mem_mb=500,
+        runtime=5,
+    shell:
+        "python -m impl configs --experiment {input:q} --tier {wildcards.tier} --run {wildcards.run}"
+        " --out {output:q} > {log:q} 2>&1"
+
+
+rule pipeline:
+    input:
+        ancient(f"{SHARED}/configs/{{run}}.yaml"),
+    output:
+        f"{SHARED}/runs/{{run}}/manifest.json",
+    log:
+        f"{SHARED}/logs/{{run}}.log",
+    benchmark:
+        f"{SHARED}/benchmarks/{{run}}.tsv"
+    conda:
+        "../envs/ricercar.yaml"
+    threads: pipeline_threads
+    resources:
+        mem_mb=4000,
+        runtime=120,
+    params:
+        folder=subpath(output[0], parent=True),
+    shell:
+        "python -m impl pipeline --config {input:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
         " || python -m impl settle --out {params.folder:q}"

@@ -22,7 +22,7 @@ rule tidy:
         mem_mb=1000,
         runtime=5,
     params:
-        runs=f"{HERE}/runs",
+        runs=lambda wildcards: expand(f"{folder(wildcards.experiment)}/runs", **wildcards)[0],
     shell:
         "python -m impl tidy --experiment {input.experiment:q} --tier {wildcards.tier} --runs {params.runs:q}"
         " --out {output.parquet:q} > {log:q} 2>&1"
@@ -31,7 +31,7 @@ rule tidy:
 rule table:
     input:
         tidy=f"{HERE}/{{experiment}}.parquet",
-        published=PUBLISHED,
+        published=published,
     output:
         report(
             f"{HERE}/{{experiment}}.md",
@@ -54,7 +54,7 @@ rule table:
 rule figure:
     input:
         tidy=f"{HERE}/{{experiment}}.parquet",
-        published=PUBLISHED,
+        published=published,
     output:
         pdf=f"{HERE}/{{experiment}}.pdf",
         png=report(

@@ -1,0 +1,1 @@
+"""Pipeline baselines, one file each; they import impl, never the reverse."""

@@ -1,0 +1,246 @@
+"""Basis rotation (Jung, Shin, Lee, arXiv 2602.03515): Adam in an estimate of the Hessian's eigenbasis.
+
+Weights, gradients and momentum stay as they are; only the second moment lives in the rotated space.  The 1st source is
+not the released one, which sorts one side by the order of the other: here each side follows ``M M^T`` or ``M^T M``.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from impl.optimizers import eigenbasis
+from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
+from impl.optimizers.eigenbasis import Block
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+COUNTERS = ("skipped", "failures", "refreshes", "offset")
+LARGEST = torch.finfo(torch.float32).max
+
+
+class BasisRotationHyper(HyperParameters):
+    """Settings of basis rotation.
+
+    source: what the bases follow, ``2nd`` averaged ``G G^T`` and ``G^T G`` (kept in the state), ``1st`` the momentum.
+    geometry: ``bilateral`` rotates both sides, ``unilateral`` the shorter one (the right one of a square matrix).
+    period: steps between refreshes (K).  They fall on step 1 and where ``(step + offset) % period == 0``.
+    offset: see period.  stagger: matrix j refreshes at steps j mod period instead of all at once.
+    betas: decay of the first and second moment.  eps: added to the root of the uncorrected second moment.
+    shampoo_beta: decay of ``G G^T`` and ``G^T G``, None for the second of ``betas``.
+    nesterov: see :meth:`BasisRotation.update`.
+    gain: factor of the update, 1 in the paper: a learning rate of its own for rotated matrices.
+    basis_dtype: precision the bases are stored in between refreshes; all computation is fp32.
+    max_side: a longer side is ``beyond`` it and stays ``unrotated``, or is rotated in diagonal ``blocks`` of that size.
+    """
+
+    source: Literal["1st", "2nd"] = "2nd"
+    geometry: Literal["bilateral", "unilateral"] = "bilateral"
+    period: int = Field(default=10, ge=1)
+    offset: int = Field(default=0, ge=0)
+    stagger: bool = False
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0.0)
+    shampoo_beta: Beta | None = None
+    nesterov: bool = False
+    gain: float = Field(default=1.0, gt=0.0)
+    basis_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    max_side: int = Field(default=10000, ge=1)
+    beyond: Literal["unrotated", "blocks"] = "unrotated"
+
+
+@register("basis-rotation")
+class BasisRotation(Optimizer):
+    """Basis rotation of one whole matrix.
+
+    State: ``momentum``, ``second`` (rotated); for each block of a rotated side ``basis.*`` and, with the 2nd source,
+    ``factor.*``; and four counts: ``skipped`` gradients that were not finite, ``failures`` of the solver,
+    ``refreshes`` of the bases, and the ``offset`` of the refreshes.
+
+    The second moment is permuted but not carried over when a basis turns.  After the first step it is diagonal, so with
+    a period of 1 the second update is some ten times larger than usual: warm the learning rate up.
+    """
+
+    atomic = True
+    scale_invariant = False
+    Hyper = BasisRotationHyper
+
+    @property
+    def settings(self) -> BasisRotationHyper:
+        """The hyper-parameters, typed."""
+        return cast(BasisRotationHyper, self.hyper)
+
+    def init_state(self, shape: Shape, device: torch.device) -> State:
+        """Return zero moments and factors and identity bases; raises ValueError unless ``shape`` is a matrix."""
+        dtype: torch.dtype = getattr(torch, self.settings.basis_dtype)
+        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in ("momentum", "second")}
+        for block in self._blocks(shape):
+            state[f"basis.{block.key}"] = torch.eye(block.size, dtype=dtype, device=device)
+            if self.settings.source == "2nd":
+                state[f"factor.{block.key}"] = torch.zeros(block.size, block.size, dtype=torch.float32, device=device)
+        state |= {name: torch.zeros((), dtype=torch.float32, device=device) for name in COUNTERS}
+        state["offset"].fill_(self.settings.offset % self.settings.period)
+        return state
+
+    def place(self, state: State, index: int) -> None:
+        """With ``stagger``, let the state of matrix ``index`` refresh at steps ``index - offset`` modulo the period."""
+        if self.settings.stagger:
+            state["offset"].fill_((self.settings.offset - index) % self.settings.period)
+
+    def update(self, grad: Tensor, state: State, step: int) -> Tensor:
+        """Return ``U D V^T sqrt(1 - b2^t) / (1 - b1^t)`` with ``D = U^T M V / (sqrt(S) + eps)``.
+
+        M, the averaged ``G G^T`` and ``G^T G``, and the bases take this gradient in before they are used.  With
+        ``nesterov`` the step looks one gradient ahead, as NAdam with a constant mu: ``N = b1 M + (1 - b1) G`` takes the
+        place of M in D, and ``1 - b1^(t+1)``, the sum of N's weights, that of ``1 - b1^t``.
+
+        A gradient with an element that is not finite, or whose squares sum to more than fp32 holds, is skipped: the
+        update is zero and the state stays, but for the count.  t is the number of gradients that were not.
+        If no solver refreshes a basis, all bases of the matrix stay, and the failure is counted.
+        """
+        return self.update_many([grad], [state], step)[0]
+
+    @torch.no_grad()
+    def update_many(self, grads: Sequence[Tensor], states: Sequence[State], step: int) -> list[Tensor]:
+        """Return what :meth:`update` would, matrices of equal shapes batched."""
+        if not grads:
+            return []
+        groups: dict[tuple[Shape, int, bool, bool], list[int]] = defaultdict(list)
+        out = [torch.empty(0)] * len(grads)
+        for index, (peak, skipped, refreshes, offset) in enumerate(_read(grads, states)):
+            shape = tuple(grads[index].shape)
+            if peak * peak * numel(shape) <= LARGEST:  # False for NaN
+                due = (step + int(offset)) % self.settings.period == 0
+                groups[shape, step - int(skipped), due, refreshes == 0].append(index)
+            else:
+                out[index] = torch.zeros_like(grads[index])
+                states[index]["skipped"].add_(1)
+                warnings.warn(
+                    "skipped a gradient that is not finite (counted in the state)", RuntimeWarning, stacklevel=2
+                )
+        for (shape, t, due, first), members in groups.items():
+            gradients, mine = torch.stack([grads[i] for i in members]), [states[i] for i in members]
+            for index, update in zip(members, self._advance(shape, gradients, mine, t, due, first), strict=True):
+                out[index] = update
+        return out
+
+    def _advance(
+        self, shape: Shape, gradients: Tensor, states: Sequence[State], t: int, due: bool, first: bool
+    ) -> Tensor:
+        """Advance the equal-shaped ``states`` by their t-th gradients ``[b, m, n]`` and return the updates."""
+        hyper, parts = self.settings, self._blocks(shape)
+        beta1, beta2 = hyper.betas
+        for state, gradient in zip(states, gradients, strict=True):
+            state["momentum"].lerp_(gradient, 1.0 - beta1)
+        momentum = torch.stack([s["momentum"] for s in states])
+        if hyper.source == "2nd":
+            self._average(gradients, states, parts)
+        bases = [torch.stack([s[f"basis.{block.key}"] for s in states]).float() for block in parts]
+        if (due or first) and parts:
+            self._refresh(momentum, states, parts, bases, first)
+        rotated = eigenbasis.rotate(gradients, parts, bases)
+        for state, turned in zip(states, rotated, strict=True):
+            state["second"].mul_(beta2).addcmul_(turned, turned, value=1.0 - beta2)
+        seen = t
+        if hyper.nesterov:
+            momentum, seen = gradients.lerp(momentum, beta1), t + 1
+        direction = eigenbasis.rotate(momentum, parts, bases)
+        if parts:
+            eigenbasis.drop_rounding(direction)  # not from the second moment: divided by nothing, a direction explodes
+        direction = direction / torch.stack([s["second"] for s in states]).sqrt_().add_(hyper.eps)
+        direction.mul_(hyper.gain * math.sqrt(1.0 - beta2**t) / (1.0 - beta1**seen))
+        return eigenbasis.rotate(direction, parts, bases, back=True)
+
+    def _average(self, gradients: Tensor, states: Sequence[State], parts: Sequence[Block]) -> None:
+        beta = self.settings.betas[1] if self.settings.shampoo_beta is None else self.settings.shampoo_beta
+        for block in parts:
+            covariances = eigenbasis.covariance(block.upright(gradients))
+            for state, covariance in zip(states, covariances, strict=True):
+                state[f"factor.{block.key}"].lerp_(covariance, 1.0 - beta)
+
+    def _refresh(
+        self, momentum: Tensor, states: Sequence[State], parts: Sequence[Block], bases: Sequence[Tensor], first: bool
+    ) -> None:
+        """Start ``bases`` or turn them by one step of orthogonal iteration, the second moments in the same order.
+
+        They change in place, in fp32: what is stored of them may be rounded, which counts at the first step, when the
+        gradient has no part off the diagonal and Adam would take the rounding for one.
+        """
+        by_second = self.settings.source == "2nd"
+        start = eigenbasis.eigenvectors if by_second else eigenbasis.left_singular_vectors
+        multiply = eigenbasis.covariance_product if by_second else eigenbasis.momentum_product
+        second = torch.stack([s["second"] for s in states])
+        found: list[list[Tensor | None]] = []
+        for block, basis in zip(parts, bases, strict=True):
+            key = f"factor.{block.key}"
+            followed = torch.stack([s[key] for s in states]) if by_second else block.upright(momentum)
+            if first:
+                found.append(eigenbasis.solve(start, followed))
+                continue
+            product = multiply(followed, basis)
+            order = eigenbasis.column_order(basis, product)
+            eigenbasis.permute(second, block, order)
+            found.append(eigenbasis.solve(eigenbasis.orthonormal, eigenbasis.take_columns(product, order)))
+        for index, (state, *new) in enumerate(zip(states, *found, strict=True)):
+            turned = [basis for basis in new if basis is not None]
+            if len(turned) < len(parts):
+                state["failures"].add_(1)
+                continue
+            for block, stacked, basis in zip(parts, bases, turned, strict=True):
+                stacked[index] = basis
+                state[f"basis.{block.key}"].copy_(basis)
+            state["second"].copy_(second[index])
+            state["refreshes"].add_(1)
+
+    def _blocks(self, shape: Shape) -> tuple[Block, ...]:
+        eigenbasis.require_matrix(shape, self.name)
+        hyper = self.settings
+        axes: tuple[Literal[0, 1], ...] = (0, 1)
+        if hyper.geometry == "unilateral":
+            axes = (0,) if shape[0] < shape[1] else (1,)
+        return eigenbasis.blocks(shape, axes, hyper.max_side, split=hyper.beyond == "blocks")
+
+    def flops(self, shape: Shape) -> float:
+        """Return the products of :meth:`update`; 0 if not a matrix.
+
+        Per block of length q against a side of k: two projections and the way back ``6 q^2 k``; the 2nd source adds
+        ``2 q^2 k`` each step and ``2 q^3`` each period, the 1st ``4 q^2 k`` each period; a QR takes ``8/3 q^3``.  An
+        operation count of AdamW's, 12 an element, is added.
+        """
+        return self._count(shape, refresh_2nd=2)
+
+    def published_flops(self, shape: Shape) -> float:
+        """Return the count of the released code: a refresh of the 2nd source has ``6 q^3`` of products."""
+        return self._count(shape, refresh_2nd=6)
+
+    def _count(self, shape: Shape, refresh_2nd: int) -> float:
+        if len(shape) != 2:
+            return 0.0
+        total = 12.0 * numel(shape)
+        for block in self._blocks(shape):
+            q, k = block.size, shape[1 - block.axis]
+            by_source = 2 * q * q * k, refresh_2nd * q**3
+            if self.settings.source == "1st":
+                by_source = 0, 4 * q * q * k
+            total += 6 * q * q * k + by_source[0] + (by_source[1] + 8 / 3 * q**3) / self.settings.period
+        return total
+
+    def state_bytes(self, shape: Shape) -> int:
+        """Return the bytes of two moments, the bases, with the 2nd source the factors, and four counts."""
+        sides = [block.size for block in self._blocks(shape)] if len(shape) == 2 else []
+        dtype: torch.dtype = getattr(torch, self.settings.basis_dtype)
+        per_square = dtype.itemsize + (4 if self.settings.source == "2nd" else 0)
+        return 8 * numel(shape) + sum(per_square * q * q for q in sides) + 4 * len(COUNTERS)
+
+
+def _read(grads: Sequence[Tensor], states: Sequence[State]) -> list[list[float]]:
+    """Return rows of largest magnitude, ``skipped``, ``refreshes``, ``offset``, in one device synchronisation."""
+    largest = [torch.linalg.vector_norm(grad, ord=float("inf")) for grad in grads]
+    columns = [largest, *([state[name] for state in states] for name in ("skipped", "refreshes", "offset"))]
+    return torch.stack([torch.stack(column) for column in columns]).T.tolist()

@@ -1,0 +1,140 @@
+"""SOAP (Vyas et al., arXiv 2409.11321): Adam in the eigenbasis of Shampoo's two covariances.
+
+As in the authors' code with a cap on the side, without merged dimensions.  State, fp32: momentum and second moment, and
+for each side within the cap its covariance and its basis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from impl.optimizers import eigenbasis
+from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
+from impl.optimizers.eigenbasis import Block
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class SoapHyper(HyperParameters):
+    """Settings of SOAP.
+
+    betas: decay of the first and second moment.  eps: added to the root of the uncorrected second moment.
+    shampoo_beta: decay of the covariances, None for the second of ``betas``.
+    period: steps between refreshes of the bases.  max_side: a longer side is not rotated.
+    """
+
+    betas: tuple[Beta, Beta] = (0.95, 0.95)
+    eps: float = Field(default=1e-8, gt=0.0)
+    shampoo_beta: Beta | None = None
+    period: int = Field(default=10, ge=1)
+    max_side: int = Field(default=10000, ge=1)
+
+
+@register("soap")
+class Soap(Optimizer):
+    """SOAP on one whole matrix.  The first step only builds the bases: its update is zero."""
+
+    atomic = True
+    scale_invariant = False
+    Hyper = SoapHyper
+
+    @property
+    def settings(self) -> SoapHyper:
+        """The hyper-parameters, typed."""
+        return cast(SoapHyper, self.hyper)
+
+    def init_state(self, shape: Shape, device: torch.device) -> State:
+        """Return zero moments and covariances and identity bases; raises ValueError unless ``shape`` is a matrix."""
+        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in ("momentum", "second")}
+        for block in self._blocks(shape):
+            state[f"factor.{block.key}"] = torch.zeros(block.size, block.size, dtype=torch.float32, device=device)
+            state[f"basis.{block.key}"] = torch.eye(block.size, dtype=torch.float32, device=device)
+        return state
+
+    def update(self, grad: Tensor, state: State, step: int) -> Tensor:
+        """Return ``U D V^T sqrt(1 - b2^t) / (1 - b1^t)`` with ``D = U^T M V / (sqrt(S) + eps)``, t = ``step`` - 1.
+
+        U and V are those before this gradient: covariances, and every ``period`` steps the bases with the order of S,
+        follow after.  A basis that no solver can refresh stays as it is.
+        """
+        return self.update_many([grad], [state], step)[0]
+
+    @torch.no_grad()
+    def update_many(self, grads: Sequence[Tensor], states: Sequence[State], step: int) -> list[Tensor]:
+        """Return what :meth:`update` would, equal shapes batched."""
+        groups: dict[Shape, list[int]] = defaultdict(list)
+        for index, grad in enumerate(grads):
+            groups[tuple(grad.shape)].append(index)
+        out: dict[int, Tensor] = {}
+        for shape, members in groups.items():
+            gradients, mine = torch.stack([grads[i] for i in members]), [states[i] for i in members]
+            parts = self._blocks(shape)
+            updates = self._step(gradients, mine, step - 1, parts) if step > 1 else torch.zeros_like(gradients)
+            self._follow(gradients, mine, step - 1, parts)
+            out |= dict(zip(members, updates, strict=True))
+        return [out[i] for i in range(len(grads))]
+
+    def _step(self, gradients: Tensor, states: Sequence[State], t: int, parts: Sequence[Block]) -> Tensor:
+        beta1, beta2 = self.settings.betas
+        bases = [torch.stack([s[f"basis.{block.key}"] for s in states]) for block in parts]
+        rotated = eigenbasis.rotate(gradients, parts, bases)
+        for gradient, turned, state in zip(gradients, rotated, states, strict=True):
+            state["momentum"].lerp_(gradient, 1.0 - beta1)
+            state["second"].mul_(beta2).addcmul_(turned, turned, value=1.0 - beta2)
+        momentum = eigenbasis.rotate(torch.stack([s["momentum"] for s in states]), parts, bases)
+        direction = momentum / torch.stack([s["second"] for s in states]).sqrt_().add_(self.settings.eps)
+        direction.mul_(math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t))
+        return eigenbasis.rotate(direction, parts, bases, back=True)
+
+    def _follow(self, gradients: Tensor, states: Sequence[State], t: int, parts: Sequence[Block]) -> None:
+        """Let covariances and, at step 1 and when t is a multiple of the period, bases follow the gradients."""
+        beta = self.settings.betas[1] if self.settings.shampoo_beta is None else self.settings.shampoo_beta
+        for block in parts:
+            covariances = eigenbasis.covariance(block.upright(gradients))
+            for state, covariance in zip(states, covariances, strict=True):
+                state[f"factor.{block.key}"].lerp_(covariance, 1.0 - beta)
+            if t % self.settings.period == 0:
+                self._refresh(states, block, first=t == 0)
+
+    def _refresh(self, states: Sequence[State], block: Block, *, first: bool) -> None:
+        factor = torch.stack([s[f"factor.{block.key}"] for s in states])
+        second = torch.stack([s["second"] for s in states])
+        if first:
+            found = eigenbasis.solve(eigenbasis.eigenvectors, factor)
+        else:
+            basis = torch.stack([s[f"basis.{block.key}"] for s in states])
+            product = eigenbasis.covariance_product(factor, basis)
+            order = eigenbasis.column_order(basis, product)
+            eigenbasis.permute(second, block, order)
+            found = eigenbasis.solve(eigenbasis.orthonormal, eigenbasis.take_columns(product, order))
+        for state, new, permuted in zip(states, found, second, strict=True):
+            if new is not None:
+                state[f"basis.{block.key}"].copy_(new)
+                state["second"].copy_(permuted)
+
+    def _blocks(self, shape: Shape) -> tuple[Block, ...]:
+        eigenbasis.require_matrix(shape, self.name)
+        return eigenbasis.blocks(shape, (0, 1), self.settings.max_side)
+
+    def flops(self, shape: Shape) -> float:
+        """Return Canzona's count: per rotated side of length q, ``8 q m n + (6 + 4/3) q^3 / period``.
+
+        0 if not a matrix.  The products are two projections, the way back and the covariance; the refresh is counted as
+        their code does it, with ``Q^T A Q``, ``A Q`` and a QR.
+        """
+        if len(shape) != 2:
+            return 0.0
+        sides = [block.size for block in self._blocks(shape)]
+        return float(sum(8 * q * numel(shape) + (6 + 4 / 3) * q**3 / self.settings.period for q in sides))
+
+    def state_bytes(self, shape: Shape) -> int:
+        """Return 8 bytes an element and 8 an element of each rotated side's square; 8 an element if not a matrix."""
+        sides = [block.size for block in self._blocks(shape)] if len(shape) == 2 else []
+        return 8 * numel(shape) + sum(8 * q * q for q in sides)

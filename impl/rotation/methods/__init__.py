@@ -1,0 +1,1 @@
+"""Methods of this project: basis rotation and its variants."""
