@@ -18,6 +18,7 @@ from impl.errors import ConfigError, unknown
 HELP = "train on a pipeline with stale gradients: exact simulator or one process per stage"
 EPILOG = """\
 --set takes settings of the run (batch=8, microbatches=4, data.source=my.txt) and of the method (period=1, beta1=0.5).
+With checkpoint_every=N and --out, the same command goes on where an interrupted run had its last checkpoint.
 Exit codes: 0 done, 1 failed, 2 bad input (nothing was started), 3 diverged, 128 + signal interrupted."""
 SETTINGS = ("model", "method", "stages", "runtime", "mode", "steps", "seed", "lr", "layers", "target")
 

@@ -55,10 +55,10 @@ class PackedStream:
         """Return the next ``[rows, sequence + 1]`` int64 sequences; steps must be asked for in order, from 1."""
         if step != self._next_step:
             raise ValueError(f"a stream is read in order: step {self._next_step} is next, not {step}")
-        if self._texts is None:
-            self._texts = self._training_texts()
         need = self._rows * self._length
         while len(self._remainder) < need:
+            if self._texts is None:  # not sooner: until it is read, the dataset does not know its own place
+                self._texts = self._training_texts()
             self._remainder += [*self._tokenizer.encode(next(self._texts)), self._tokenizer.end]
         tokens, self._remainder = self._remainder[:need], self._remainder[need:]
         self._next_step += 1

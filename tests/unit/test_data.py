@@ -148,6 +148,19 @@ def test_resumed_stream_continues_bit_by_bit(tmp_path, tokenizer, kind, stop):
     assert straight.state_dict()["epoch"] >= 1
 
 
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_stream_that_is_resumed_at_every_step_continues_bit_by_bit(tmp_path, tokenizer, kind):
+    """Most batches come from what was left over, so no document is read between one state and the next."""
+    folder = WRITERS[kind](tmp_path / "data", 2)
+    spec = DataSpec(source=str(folder), tokenizer=tokenizer, heldout_sequences=8)
+    straight, resumed = (opened(spec, sequence=2, batch=1) for _ in range(2))
+    for step in range(1, 13):
+        assert torch.equal(resumed.batch(step), straight.batch(step))
+        state = json.loads(json.dumps(resumed.state_dict()))
+        resumed = opened(spec, sequence=2, batch=1)
+        resumed.load_state_dict(state)
+
+
 def test_packing_keeps_every_token_in_order(tmp_path, tokenizer):
     folder = write_jsonl(tmp_path / "data", 1)
     stream = opened(DataSpec(source=str(folder), tokenizer=tokenizer, heldout_sequences=8), batch=2)
