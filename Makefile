@@ -64,7 +64,7 @@ lint: venv ## ruff, snakefmt and pyright
 
 .PHONY: test
 test: lint ## lint, types and every test, with the whole workflow on the smallest tier
-	@$(ENV) python -m pytest $(PYTEST_ARGS)
+	@$(ENV) python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: clean
 clean: ## remove everything that was generated, results included (published, gpu and laptop references stay)
