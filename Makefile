@@ -46,7 +46,8 @@ full: venv ## everything: sweeps, deep pipelines and ablations too (hours; conti
 
 .PHONY: reference
 reference: ## copy the tables and figures of the latest laptop run to results/laptop, to be committed
-	@for table in results/generated/laptop/*/*.md; do cp "$${table%.md}".{md,csv,png} results/laptop/; done
+	@for table in results/generated/laptop/*/*.md; do cp "$${table%.md}".{md,png} results/laptop/; done
+	@find results/generated/laptop -maxdepth 2 -name '*.csv' -size -1024k -exec cp {} results/laptop/ \;
 
 .PHONY: dry-run
 dry-run: venv ## list what `make reproduce` would run
