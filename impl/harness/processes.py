@@ -47,8 +47,8 @@ def has_ended(name: str) -> bool:
         os.kill(int(found[1]), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:
-        pass  # it is another user's
+    except PermissionError:  # it lives, as another user's
+        return False
     return False
 
 
