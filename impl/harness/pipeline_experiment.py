@@ -55,10 +55,14 @@ class Tuned(Frozen):
 
 
 class Grid(Frozen):
-    """Every one of ``methods`` (ids, empty for all) at every one of ``stages``; ``base`` overrides the tier's."""
+    """Every one of ``methods`` (ids, empty for all) at every one of ``stages``.
+
+    ``lr`` overrides the learning rates of the methods, ``base`` the settings of the tier.
+    """
 
     stages: tuple[int, ...] = Field(min_length=1)
     methods: tuple[Id, ...] = ()
+    lr: tuple[float, ...] = ()
     base: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -108,17 +112,19 @@ class PipelineExperiment(Frozen):
         for stages in grid.stages:
             for entry in (entries[name] for name in grid.methods or entries):
                 base = merged(self.base, tier.base, grid.base, entry.base, {"stages": stages, "method": entry.method})
-                for lr, settings in self._choices(entry, base):
+                for lr, settings in self._choices(entry, base, grid.lr or entry.lr):
                     for seed in tier.seeds:
                         own = {"lr": lr, "method_settings": settings, "seed": seed}
                         spec = parse(PipelineSpec, merged(base, own))
                         name = f"{spec.method}-p{spec.stages}-s{seed}"
                         yield Run(name=name, command="pipeline", spec=spec, system=entry)
 
-    def _choices(self, entry: Entry, base: dict[str, Any]) -> list[tuple[float, dict[str, Any]]]:
-        """Return the learning rates of ``entry``, each with the method's settings."""
-        if entry.lr or "lr" in base:
-            return [(lr, entry.settings) for lr in entry.lr or (base["lr"],)]
+    def _choices(
+        self, entry: Entry, base: dict[str, Any], rates: tuple[float, ...]
+    ) -> list[tuple[float, dict[str, Any]]]:
+        """Return the learning rates of ``entry``, ``rates`` if there are any, each with the method's settings."""
+        if rates or "lr" in base:
+            return [(lr, entry.settings) for lr in rates or (base["lr"],)]
         name = entry.tuned or entry.id
         where = (name, base["stages"], base.get("model"), base.get("layers"))
         for tuned in self.tuned:

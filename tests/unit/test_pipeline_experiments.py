@@ -76,6 +76,9 @@ def test_entries_settings_win_over_tuned_ones_and_own_rates_over_both():
     data["methods"][0]["lr"] = [1e-3, 2e-3]
     runs = experiments.parse(experiments.PipelineExperiment, data).runs("ci")
     assert sorted({spec_of(r).lr for r in runs}) == [1e-3, 2e-3]
+    data["tiers"]["ci"]["grids"] = [{"stages": [8], "lr": [3e-3]}, {"stages": [1]}]
+    runs = experiments.parse(experiments.PipelineExperiment, data).runs("ci")
+    assert {(spec_of(r).stages, spec_of(r).lr) for r in runs} == {(8, 3e-3), (1, 1e-3), (1, 2e-3)}
 
 
 def test_experiments_share_the_runs_that_both_want():
