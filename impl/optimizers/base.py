@@ -6,7 +6,8 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -35,34 +36,51 @@ class Optimizer(ABC):
         and any flat range of elements may be updated alone.
     scale_invariant: the update does not depend on the gradient's scale, so that gradient clipping is not applied
         to it (a clipped gradient would enter the momentum at another scale than its neighbours).
+    counters: scalars of the state that count events over the whole run, for its record (``failures`` of a solver).
+    cost_formula: what :meth:`flops` computes, for people.
+    health_metrics: what :meth:`health` measures, each with the value above which something is wrong.
     """
 
     name: ClassVar[str]
     atomic: ClassVar[bool] = True
     scale_invariant: ClassVar[bool] = False
+    counters: ClassVar[tuple[str, ...]] = ()
+    cost_formula: ClassVar[str] = ""
+    health_metrics: ClassVar[Mapping[str, float]] = MappingProxyType({})
     Hyper: ClassVar[type[HyperParameters]] = HyperParameters
 
     def __init__(self, hyper: HyperParameters) -> None:
         self.hyper = hyper
 
     @abstractmethod
-    def init_state(self, shape: Shape, device: torch.device) -> State:
-        """Return the fresh state for a tensor of ``shape``: tensors by name, fp32 unless a setting says otherwise."""
+    def init_state(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> State:
+        """Return the fresh state for a tensor of ``shape``: tensors by name.
+
+        dtype: of everything that accumulates, fp32 or fp64; gradients and updates have the same.
+        """
 
     def place(self, state: State, index: int) -> None:  # noqa: B027  (most rules do not care)
         """Tell a fresh ``state`` which parameter of the plan it belongs to, for rules that take matrices in turn."""
 
     @abstractmethod
     def update(self, grad: Tensor, state: State, step: int) -> Tensor:
-        """Advance ``state`` in place by one step and return the fp32 update, of the gradient's shape.
+        """Advance ``state`` in place by one step and return the update, of the gradient's shape and dtype.
 
-        grad: contiguous fp32 gradient, whole matrix ``[m, n]`` if ``atomic``, else any shape.  Not modified.
+        grad: contiguous gradient of the state's dtype, whole matrix ``[m, n]`` if ``atomic``, else any shape.  Not
+            modified, and finite: the engine skips a step whose gradients are not.
         step: 1-based number of this step.
         """
 
     def update_many(self, grads: Sequence[Tensor], states: Sequence[State], step: int) -> list[Tensor]:
         """Return the updates of several tensors; each must equal what :meth:`update` returns for it alone."""
         return [self.update(g, s, step) for g, s in zip(grads, states, strict=True)]
+
+    def health(self, state: State, update: Tensor) -> dict[str, float]:
+        """Return a value for each of :attr:`health_metrics`, after the step that gave ``update``; changes nothing.
+
+        May be slow: it is asked every so many steps.
+        """
+        return {}
 
     @abstractmethod
     def flops(self, shape: Shape) -> float:
