@@ -33,6 +33,7 @@ class AdamW(Optimizer):
 
     atomic = False
     scale_invariant = False
+    cost_formula = "12 per element"
     Hyper = AdamWHyper
 
     @property
@@ -40,9 +41,9 @@ class AdamW(Optimizer):
         """The hyper-parameters, typed."""
         return cast(AdamWHyper, self.hyper)
 
-    def init_state(self, shape: Shape, device: torch.device) -> State:
+    def init_state(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> State:
         """Return both moments, zero."""
-        return {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in ("first", "second")}
+        return {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("first", "second")}
 
     @torch.no_grad()
     def update(self, grad: Tensor, state: State, step: int) -> Tensor:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from types import MappingProxyType
 from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from impl.optimizers import eigenbasis
+from impl.optimizers import batching, eigenbasis
 from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
-from impl.optimizers.eigenbasis import Block
+from impl.optimizers.eigenbasis import Block, Solution
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-COUNTERS = ("skipped", "failures", "refreshes", "offset")
-LARGEST = torch.finfo(torch.float32).max
+COUNTERS = ("skipped", "failures", "fallbacks", "refreshes", "offset")
+"""Scalars of the state: four counts, and the offset of the refreshes."""
 
 
 class BasisRotationHyper(HyperParameters):
@@ -36,7 +36,8 @@ class BasisRotationHyper(HyperParameters):
     shampoo_beta: decay of ``G G^T`` and ``G^T G``, None for the second of ``betas``.
     nesterov: see :meth:`BasisRotation.update`.
     gain: factor of the update, 1 in the paper: a learning rate of its own for rotated matrices.
-    basis_dtype: precision the bases are stored in between refreshes; all computation is fp32.
+    basis_dtype: precision the bases are stored in between refreshes, ``float32`` for that of the rest of the state; all
+        computation is in the precision of the gradients, fp32 or fp64.
     max_side: a longer side is ``beyond`` it and stays ``unrotated``, or is rotated in diagonal ``blocks`` of that size.
     """
 
@@ -60,8 +61,8 @@ class BasisRotation(Optimizer):
     """Basis rotation of one whole matrix.
 
     State: ``momentum``, ``second`` (rotated); for each block of a rotated side ``basis.*`` and, with the 2nd source,
-    ``factor.*``; and four counts: ``skipped`` gradients that were not finite, ``failures`` of the solver,
-    ``refreshes`` of the bases, and the ``offset`` of the refreshes.
+    ``factor.*``; and five scalars: ``skipped`` gradients that were not finite, ``failures`` of the solver and
+    ``fallbacks`` to float64, ``refreshes`` of the bases, and the ``offset`` of the refreshes.
 
     The second moment is permuted but not carried over when a basis turns.  After the first step it is diagonal, so with
     a period of 1 the second update is some ten times larger than usual: warm the learning rate up.
@@ -69,6 +70,12 @@ class BasisRotation(Optimizer):
 
     atomic = True
     scale_invariant = False
+    counters = ("skipped", "failures", "fallbacks")
+    cost_formula = (
+        "12 m n + per rotated side q against k: 6 q^2 k + (source 2nd) 2 q^2 k + (2 q^3 + 8/3 q^3) / period"
+        " or (source 1st) (4 q^2 k + 8/3 q^3) / period"
+    )
+    health_metrics = MappingProxyType({"orthogonality": 1e-2, "condition": eigenbasis.CONDITION_LIMIT})
     Hyper = BasisRotationHyper
 
     @property
@@ -76,17 +83,22 @@ class BasisRotation(Optimizer):
         """The hyper-parameters, typed."""
         return cast(BasisRotationHyper, self.hyper)
 
-    def init_state(self, shape: Shape, device: torch.device) -> State:
+    def init_state(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> State:
         """Return zero moments and factors and identity bases; raises ValueError unless ``shape`` is a matrix."""
-        dtype: torch.dtype = getattr(torch, self.settings.basis_dtype)
-        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in ("momentum", "second")}
+        stored = self._stored(dtype)
+        state = {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("momentum", "second")}
         for block in self._blocks(shape):
-            state[f"basis.{block.key}"] = torch.eye(block.size, dtype=dtype, device=device)
+            state[f"basis.{block.key}"] = torch.eye(block.size, dtype=stored, device=device)
             if self.settings.source == "2nd":
-                state[f"factor.{block.key}"] = torch.zeros(block.size, block.size, dtype=torch.float32, device=device)
-        state |= {name: torch.zeros((), dtype=torch.float32, device=device) for name in COUNTERS}
+                state[f"factor.{block.key}"] = torch.zeros(block.size, block.size, dtype=dtype, device=device)
+        state |= {name: torch.zeros((), dtype=dtype, device=device) for name in COUNTERS}
         state["offset"].fill_(self.settings.offset % self.settings.period)
         return state
+
+    def _stored(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the precision of the bases in a state of ``dtype``."""
+        name = self.settings.basis_dtype
+        return dtype if name == "float32" else getattr(torch, name)
 
     def place(self, state: State, index: int) -> None:
         """With ``stagger``, let the state of matrix ``index`` refresh at steps ``index - offset`` modulo the period."""
@@ -100,48 +112,54 @@ class BasisRotation(Optimizer):
         ``nesterov`` the step looks one gradient ahead, as NAdam with a constant mu: ``N = b1 M + (1 - b1) G`` takes the
         place of M in D, and ``1 - b1^(t+1)``, the sum of N's weights, that of ``1 - b1^t``.
 
-        A gradient with an element that is not finite, or whose squares sum to more than fp32 holds, is skipped: the
-        update is zero and the state stays, but for the count.  t is the number of gradients that were not.
+        A gradient with an element that is not finite or whose squares sum to more than its dtype holds, is skipped:
+        the update is zero and the state stays, but for the count.  t is the number of gradients that were not.
         If no solver refreshes a basis, all bases of the matrix stay, and the failure is counted.
         """
         return self.update_many([grad], [state], step)[0]
 
     @torch.no_grad()
     def update_many(self, grads: Sequence[Tensor], states: Sequence[State], step: int) -> list[Tensor]:
-        """Return what :meth:`update` would, matrices of equal shapes batched."""
+        """Return what :meth:`update` would, matrices of equal shapes batched where that keeps their bits."""
         if not grads:
             return []
-        groups: dict[tuple[Shape, int, bool, bool], list[int]] = defaultdict(list)
-        out = [torch.empty(0)] * len(grads)
+        out, keys, accepted = [torch.empty(0)] * len(grads), [], []
         for index, (peak, skipped, refreshes, offset) in enumerate(_read(grads, states)):
-            shape = tuple(grads[index].shape)
-            if peak * peak * numel(shape) <= LARGEST:  # False for NaN
+            grad = grads[index]
+            if peak * peak * grad.numel() <= torch.finfo(grad.dtype).max:  # False for NaN
                 due = (step + int(offset)) % self.settings.period == 0
-                groups[shape, step - int(skipped), due, refreshes == 0].append(index)
+                keys.append((step - int(skipped), due, refreshes == 0, *self._key(index, grad)))
+                accepted.append(index)
             else:
-                out[index] = torch.zeros_like(grads[index])
+                out[index] = torch.zeros_like(grad)
                 states[index]["skipped"].add_(1)
                 warnings.warn(
                     "skipped a gradient that is not finite (counted in the state)", RuntimeWarning, stacklevel=2
                 )
-        for (shape, t, due, first), members in groups.items():
+        for group in batching.group(keys):
+            t, due, first = keys[group[0]][:3]
+            members = [accepted[i] for i in group]
             gradients, mine = torch.stack([grads[i] for i in members]), [states[i] for i in members]
-            for index, update in zip(members, self._advance(shape, gradients, mine, t, due, first), strict=True):
+            for index, update in zip(members, self._advance(gradients, mine, t, due, first), strict=True):
                 out[index] = update
         return out
 
-    def _advance(
-        self, shape: Shape, gradients: Tensor, states: Sequence[State], t: int, due: bool, first: bool
-    ) -> Tensor:
+    def _key(self, index: int, grad: Tensor) -> tuple[Hashable, ...]:
+        """Return what matrices of one batch have in common besides the place in their run."""
+        shape = tuple(grad.shape)
+        sides = [*shape, *(block.size for block in self._blocks(shape))]
+        return (shape,) if batching.keeps_bits(grad.itemsize, *sides) else (shape, index)
+
+    def _advance(self, gradients: Tensor, states: Sequence[State], t: int, due: bool, first: bool) -> Tensor:
         """Advance the equal-shaped ``states`` by their t-th gradients ``[b, m, n]`` and return the updates."""
-        hyper, parts = self.settings, self._blocks(shape)
+        hyper, parts = self.settings, self._blocks(tuple(gradients.shape[1:]))
         beta1, beta2 = hyper.betas
         for state, gradient in zip(states, gradients, strict=True):
             state["momentum"].lerp_(gradient, 1.0 - beta1)
         momentum = torch.stack([s["momentum"] for s in states])
         if hyper.source == "2nd":
             self._average(gradients, states, parts)
-        bases = [torch.stack([s[f"basis.{block.key}"] for s in states]).float() for block in parts]
+        bases = [torch.stack([s[f"basis.{block.key}"] for s in states]).to(momentum.dtype) for block in parts]
         if (due or first) and parts:
             self._refresh(momentum, states, parts, bases, first)
         rotated = eigenbasis.rotate(gradients, parts, bases)
@@ -169,14 +187,14 @@ class BasisRotation(Optimizer):
     ) -> None:
         """Start ``bases`` or turn them by one step of orthogonal iteration, the second moments in the same order.
 
-        They change in place, in fp32: what is stored of them may be rounded, which counts at the first step, when the
+        They change in place, unrounded: what is stored of them may be rounded, which counts at the first step, when the
         gradient has no part off the diagonal and Adam would take the rounding for one.
         """
         by_second = self.settings.source == "2nd"
         start = eigenbasis.eigenvectors if by_second else eigenbasis.left_singular_vectors
         multiply = eigenbasis.covariance_product if by_second else eigenbasis.momentum_product
         second = torch.stack([s["second"] for s in states])
-        found: list[list[Tensor | None]] = []
+        found: list[list[Solution]] = []
         for block, basis in zip(parts, bases, strict=True):
             key = f"factor.{block.key}"
             followed = torch.stack([s[key] for s in states]) if by_second else block.upright(momentum)
@@ -188,15 +206,19 @@ class BasisRotation(Optimizer):
             eigenbasis.permute(second, block, order)
             found.append(eigenbasis.solve(eigenbasis.orthonormal, eigenbasis.take_columns(product, order)))
         for index, (state, *new) in enumerate(zip(states, *found, strict=True)):
-            turned = [basis for basis in new if basis is not None]
-            if len(turned) < len(parts):
-                state["failures"].add_(1)
+            if not eigenbasis.count(state, new):
                 continue
+            turned = [solution.value for solution in new if solution.value is not None]
             for block, stacked, basis in zip(parts, bases, turned, strict=True):
                 stacked[index] = basis
                 state[f"basis.{block.key}"].copy_(basis)
             state["second"].copy_(second[index])
             state["refreshes"].add_(1)
+
+    @torch.no_grad()
+    def health(self, state: State, update: Tensor) -> dict[str, float]:
+        """Return the worst ``orthogonality`` of the bases and ``condition`` of the factors; an eigvalsh a factor."""
+        return eigenbasis.health(state, self._blocks(tuple(update.shape)))
 
     def _blocks(self, shape: Shape) -> tuple[Block, ...]:
         eigenbasis.require_matrix(shape, self.name)
@@ -232,7 +254,7 @@ class BasisRotation(Optimizer):
         return total
 
     def state_bytes(self, shape: Shape) -> int:
-        """Return the bytes of two moments, the bases, with the 2nd source the factors, and four counts."""
+        """Return the bytes of two moments, the bases, with the 2nd source the factors, and the scalars."""
         sides = [block.size for block in self._blocks(shape)] if len(shape) == 2 else []
         dtype: torch.dtype = getattr(torch, self.settings.basis_dtype)
         per_square = dtype.itemsize + (4 if self.settings.source == "2nd" else 0)

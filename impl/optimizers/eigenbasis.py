@@ -1,8 +1,9 @@
 """Orthogonal bases that follow the eigenvectors of a side of a matrix: how they start, turn and are applied.
 
 Every function works on a batch ``[b, m, n]`` of equal shapes.  Products are batched and reductions are products too, so
-that on a CPU a matrix gets the same bits alone (``b = 1``) as among others.  Everything is fp32 and relies on PyTorch's
-default of not using TF32, which would turn small eigenvalues negative and the basis by up to 90 degrees.
+that on a CPU a matrix gets the same bits alone (``b = 1``) as among others, if
+:func:`impl.optimizers.batching.keeps_bits` for its sides.  Everything is fp32 or fp64 as it comes, and relies on
+PyTorch's default of not using TF32, which would turn small eigenvalues negative and the basis by up to 90 degrees.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from impl.optimizers.base import Shape
+from impl.optimizers.base import Shape, State
 
 RIDGE = 1e-3
 """Share of the mean eigenvalue added to ``M M^T`` before a power step: well above the rounding of the product, so that
 the trailing columns of a rank-deficient ``M`` stay where they were."""
 ROUNDING = 1e-6
-"""Share of the largest element of a projection below which there is little but rounding."""
+"""Share of the largest element of an fp32 projection below which there is little but rounding."""
 TSQR_ROWS = 4096
 """Rows of a piece of a tall matrix."""
+CONDITION_FLOOR = 1e-7
+"""Share of the largest eigenvalue below which an eigenvalue of an fp32 factor is rounding."""
+CONDITION_LIMIT = 2e7
+"""A condition number that only a factor with elements that are not finite can exceed, given the floor."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,13 @@ def rotate(matrices: Tensor, parts: Sequence[Block], bases: Sequence[Tensor], *,
 def drop_rounding(projections: Tensor) -> None:
     """Set elements of ``[b, m, n]`` to zero that are below :data:`ROUNDING` of the largest of their matrix, in place.
 
+    In fp64 the share is smaller as its precision is finer.
     A basis that has seen the gradients also holds directions in which they have no part; Adam would blow up what
     rounding leaves there to the size of every other element.
     """
     size = projections.abs()
-    projections.masked_fill_(size <= ROUNDING * size.amax((-2, -1), keepdim=True), 0.0)
+    share = ROUNDING * (torch.finfo(projections.dtype).eps / torch.finfo(torch.float32).eps)
+    projections.masked_fill_(size <= share * size.amax((-2, -1), keepdim=True), 0.0)
 
 
 def covariance(upright: Tensor) -> Tensor:
@@ -117,14 +124,14 @@ def momentum_product(upright: Tensor, basis: Tensor) -> Tensor:
     ``|X^T q_i|^2 + r``: the same order as without the ridge.
     """
     inner = upright.mT @ basis
-    column_sums = _column_sums(inner * inner)  # of |X^T q_i|^2, which add up to the trace of X X^T
-    ridge = column_sums @ column_sums.new_full((len(basis), basis.shape[-1], 1), RIDGE / basis.shape[-1])
+    sums = column_sums(inner * inner)  # of |X^T q_i|^2, which add up to the trace of X X^T
+    ridge = sums @ sums.new_full((len(basis), basis.shape[-1], 1), RIDGE / basis.shape[-1])
     return torch.addcmul(upright @ inner, basis, ridge)
 
 
 def column_order(basis: Tensor, product: Tensor) -> Tensor:
     """Return the order ``[b, q]`` of falling ``diag(Q^T A Q)`` for ``product`` A Q; equal values keep their places."""
-    return _column_sums(basis * product).squeeze(-2).argsort(dim=-1, descending=True, stable=True)
+    return column_sums(basis * product).squeeze(-2).argsort(dim=-1, descending=True, stable=True)
 
 
 def take_columns(matrices: Tensor, order: Tensor) -> Tensor:
@@ -179,21 +186,46 @@ def tsqr(tall: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return torch.cat([piece.Q @ part for piece, part in zip(pieces, parts, strict=True)], dim=-2), top.R
 
 
-def solve(function: Callable[[Tensor], Tensor], batch: Tensor) -> list[Tensor | None]:
-    """Return the basis that ``function`` finds for each ``[q, k]`` of ``batch``, None where it finds no finite one.
+class Solution(NamedTuple):
+    """What :func:`solve` found for one matrix.
+
+    value: None if nothing finite was found.  fallback: whether it took float64.
+    """
+
+    value: Tensor | None
+    fallback: bool
+
+
+def solve(function: Callable[[Tensor], Tensor], batch: Tensor) -> list[Solution]:
+    """Return what ``function`` finds for each ``[q, k]`` of ``batch``: a basis, or another ``[q, q]``.
 
     If the batch fails as a whole, each matrix is tried alone, then in float64, so that one does not harm the others.
     """
     result = _attempt(function, batch)
-    return list(result) if result is not None else [_solve_alone(function, matrix.unsqueeze(0)) for matrix in batch]
+    if result is not None:
+        return [Solution(value, False) for value in result]
+    return [_solve_alone(function, matrix.unsqueeze(0)) for matrix in batch]
 
 
-def _solve_alone(function: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor | None:
-    for dtype in (matrix.dtype, torch.float64):
-        result = _attempt(function, matrix.to(dtype))
+def count(state: State, found: Sequence[Solution]) -> bool:
+    """Add to the state's ``fallbacks`` and ``failures`` what one refresh ``found``; return whether all succeeded."""
+    whole = all(solution.value is not None for solution in found)
+    if any(solution.fallback for solution in found):
+        state["fallbacks"].add_(1)
+    if not whole:
+        state["failures"].add_(1)
+    return whole
+
+
+def _solve_alone(function: Callable[[Tensor], Tensor], matrix: Tensor) -> Solution:
+    result = _attempt(function, matrix)
+    if result is not None:
+        return Solution(result[0], False)
+    if matrix.dtype != torch.float64:
+        result = _attempt(function, matrix.double())
         if result is not None:
-            return result[0].to(matrix.dtype)
-    return None
+            return Solution(result[0].to(matrix.dtype), True)
+    return Solution(None, False)
 
 
 def _attempt(function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor | None:
@@ -201,9 +233,52 @@ def _attempt(function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor | No
         result = function(batch)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         return None
-    return result if math.isfinite(float(result.sum())) else None  # elements of at most 1: the sum cannot overflow
+    return result if math.isfinite(float(result.sum())) else None  # far too small for the sum to overflow
 
 
-def _column_sums(matrices: Tensor) -> Tensor:
+def orthogonality(state: State, parts: Sequence[Block]) -> float:
+    """Return the largest element of ``|Q^T Q - I|`` over the bases in ``state``, computed in fp32 at least."""
+    found = [0.0]
+    for block in parts:
+        basis = state[f"basis.{block.key}"]
+        basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
+        gram = basis.mT @ basis
+        gram.diagonal().sub_(1.0)
+        found.append(float(gram.abs().amax()))
+    return worst(found)
+
+
+def health(state: State, parts: Sequence[Block]) -> dict[str, float]:
+    """Return ``orthogonality`` of the bases and ``condition`` of the factors in ``state``, the worst of each.
+
+    Factors of low rank are nothing unusual, and their condition is cut off at ``1 / CONDITION_FLOOR``.
+    """
+    factors = [state[key] for key in (f"factor.{block.key}" for block in parts) if key in state]
+    conditions = [condition(factor, CONDITION_FLOOR) for factor in factors]
+    return {"orthogonality": orthogonality(state, parts), "condition": worst([1.0, *conditions])}
+
+
+def condition(factor: Tensor, ridge: float) -> float:
+    """Return the condition number of ``A + ridge * largest eigenvalue * I``: at most ``1 + 1 / ridge``.
+
+    1 for a zero matrix, infinity if it is not finite or has no eigenvalues to be found.  Costs an ``eigvalsh``.
+    """
+    peak = float(factor.abs().amax())
+    if peak == 0.0:
+        return 1.0
+    try:
+        values = torch.linalg.eigvalsh(factor / peak).clamp_min_(0.0)
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        return math.inf
+    low, high = float(values[0]), float(values[-1])
+    return worst([high * (1.0 + ridge) / (low + ridge * high)])
+
+
+def worst(values: Sequence[float]) -> float:
+    """Return the largest value, infinity if one is not a number."""
+    return math.inf if any(map(math.isnan, values)) else max(values)
+
+
+def column_sums(matrices: Tensor) -> Tensor:
     """Return ``[b, 1, n]``; by a product, because the order of a sum's terms may depend on the batch."""
     return matrices.new_ones(len(matrices), 1, matrices.shape[-2]) @ matrices

@@ -36,6 +36,7 @@ class NAdam(Optimizer):
 
     atomic = False
     scale_invariant = False
+    cost_formula = "14 per element"
     Hyper = NAdamHyper
 
     @property
@@ -43,10 +44,10 @@ class NAdam(Optimizer):
         """The hyper-parameters, typed."""
         return cast(NAdamHyper, self.hyper)
 
-    def init_state(self, shape: Shape, device: torch.device) -> State:
+    def init_state(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> State:
         """Return both moments, zero, and ``mu_product``, the product of mu so far, one."""
-        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in ("first", "second")}
-        return state | {"mu_product": torch.ones((), dtype=torch.float32, device=device)}
+        state = {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("first", "second")}
+        return state | {"mu_product": torch.ones((), dtype=dtype, device=device)}
 
     @torch.no_grad()
     def update(self, grad: Tensor, state: State, step: int) -> Tensor:

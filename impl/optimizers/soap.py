@@ -1,21 +1,21 @@
 """SOAP (Vyas et al., arXiv 2409.11321): Adam in the eigenbasis of Shampoo's two covariances.
 
 As in the authors' code with a cap on the side, without merged dimensions.  State, fp32: momentum and second moment, and
-for each side within the cap its covariance and its basis.
+for each side within the cap its covariance and its basis, and two counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Annotated, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from impl.optimizers import eigenbasis
+from impl.optimizers import batching, eigenbasis
 from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
 from impl.optimizers.eigenbasis import Block
 
@@ -39,10 +39,17 @@ class SoapHyper(HyperParameters):
 
 @register("soap")
 class Soap(Optimizer):
-    """SOAP on one whole matrix.  The first step only builds the bases: its update is zero."""
+    """SOAP on one whole matrix.  The first step only builds the bases: its update is zero.
+
+    Of the solver the state counts ``failures``, refreshes of a side in which its basis stayed as it was, and
+    ``fallbacks``, those that took float64.
+    """
 
     atomic = True
     scale_invariant = False
+    counters = ("failures", "fallbacks")
+    cost_formula = "per side q <= max_side: 8 q m n + 22/3 q^3 / period"
+    health_metrics = MappingProxyType({"orthogonality": 1e-3, "condition": eigenbasis.CONDITION_LIMIT})
     Hyper = SoapHyper
 
     @property
@@ -50,13 +57,13 @@ class Soap(Optimizer):
         """The hyper-parameters, typed."""
         return cast(SoapHyper, self.hyper)
 
-    def init_state(self, shape: Shape, device: torch.device) -> State:
+    def init_state(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> State:
         """Return zero moments and covariances and identity bases; raises ValueError unless ``shape`` is a matrix."""
-        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in ("momentum", "second")}
+        state = {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("momentum", "second")}
         for block in self._blocks(shape):
-            state[f"factor.{block.key}"] = torch.zeros(block.size, block.size, dtype=torch.float32, device=device)
-            state[f"basis.{block.key}"] = torch.eye(block.size, dtype=torch.float32, device=device)
-        return state
+            state[f"factor.{block.key}"] = torch.zeros(block.size, block.size, dtype=dtype, device=device)
+            state[f"basis.{block.key}"] = torch.eye(block.size, dtype=dtype, device=device)
+        return state | {name: torch.zeros((), dtype=dtype, device=device) for name in self.counters}
 
     def update(self, grad: Tensor, state: State, step: int) -> Tensor:
         """Return ``U D V^T sqrt(1 - b2^t) / (1 - b1^t)`` with ``D = U^T M V / (sqrt(S) + eps)``, t = ``step`` - 1.
@@ -68,18 +75,22 @@ class Soap(Optimizer):
 
     @torch.no_grad()
     def update_many(self, grads: Sequence[Tensor], states: Sequence[State], step: int) -> list[Tensor]:
-        """Return what :meth:`update` would, equal shapes batched."""
-        groups: dict[Shape, list[int]] = defaultdict(list)
-        for index, grad in enumerate(grads):
-            groups[tuple(grad.shape)].append(index)
-        out: dict[int, Tensor] = {}
-        for shape, members in groups.items():
+        """Return what :meth:`update` would, equal shapes batched where that keeps their bits."""
+        out = [torch.empty(0)] * len(grads)
+        for members in batching.group([self._key(index, grad) for index, grad in enumerate(grads)]):
             gradients, mine = torch.stack([grads[i] for i in members]), [states[i] for i in members]
-            parts = self._blocks(shape)
+            parts = self._blocks(tuple(gradients.shape[1:]))
             updates = self._step(gradients, mine, step - 1, parts) if step > 1 else torch.zeros_like(gradients)
             self._follow(gradients, mine, step - 1, parts)
-            out |= dict(zip(members, updates, strict=True))
-        return [out[i] for i in range(len(grads))]
+            for index, update in zip(members, updates, strict=True):
+                out[index] = update
+        return out
+
+    def _key(self, index: int, grad: Tensor) -> tuple[object, ...]:
+        """Return what matrices of one batch have in common."""
+        shape = tuple(grad.shape)
+        sides = [*shape, *(block.size for block in self._blocks(shape))]
+        return (shape,) if batching.keeps_bits(grad.itemsize, *sides) else (shape, index)
 
     def _step(self, gradients: Tensor, states: Sequence[State], t: int, parts: Sequence[Block]) -> Tensor:
         beta1, beta2 = self.settings.betas
@@ -114,10 +125,15 @@ class Soap(Optimizer):
             order = eigenbasis.column_order(basis, product)
             eigenbasis.permute(second, block, order)
             found = eigenbasis.solve(eigenbasis.orthonormal, eigenbasis.take_columns(product, order))
-        for state, new, permuted in zip(states, found, second, strict=True):
-            if new is not None:
-                state[f"basis.{block.key}"].copy_(new)
+        for state, solution, permuted in zip(states, found, second, strict=True):
+            if eigenbasis.count(state, [solution]) and solution.value is not None:
+                state[f"basis.{block.key}"].copy_(solution.value)
                 state["second"].copy_(permuted)
+
+    @torch.no_grad()
+    def health(self, state: State, update: Tensor) -> dict[str, float]:
+        """Return the worst ``orthogonality`` of the bases and ``condition`` of the covariances; an eigvalsh a side."""
+        return eigenbasis.health(state, self._blocks(tuple(update.shape)))
 
     def _blocks(self, shape: Shape) -> tuple[Block, ...]:
         eigenbasis.require_matrix(shape, self.name)
@@ -135,6 +151,6 @@ class Soap(Optimizer):
         return float(sum(8 * q * numel(shape) + (6 + 4 / 3) * q**3 / self.settings.period for q in sides))
 
     def state_bytes(self, shape: Shape) -> int:
-        """Return 8 bytes an element and 8 an element of each rotated side's square; 8 an element if not a matrix."""
+        """Return 8 bytes an element and 8 an element of each rotated side's square, and two counts."""
         sides = [block.size for block in self._blocks(shape)] if len(shape) == 2 else []
-        return 8 * numel(shape) + sum(8 * q * q for q in sides)
+        return 8 * numel(shape) + sum(8 * q * q for q in sides) + 4 * len(self.counters)

@@ -273,9 +273,9 @@ def test_flops_and_bytes_by_hand():
     assert second.flops(shape) == pytest.approx(12 * m * n + projections + covariances + (2 * products + qr) / 5)
     assert second.published_flops(shape) == pytest.approx(second.flops(shape) + 4 * products / 5)
     assert first.flops(shape) == pytest.approx(12 * m * n + projections + (2 * covariances + qr) / 5)
-    assert second.state_bytes(shape) == 8 * m * n + 8 * (m * m + n * n) + 16
-    assert first.state_bytes(shape) == 8 * m * n + 4 * (m * m + n * n) + 16
-    assert rotation(geometry="unilateral").state_bytes(shape) == 8 * m * n + 8 * n * n + 16
+    assert second.state_bytes(shape) == 8 * m * n + 8 * (m * m + n * n) + 20
+    assert first.state_bytes(shape) == 8 * m * n + 4 * (m * m + n * n) + 20
+    assert rotation(geometry="unilateral").state_bytes(shape) == 8 * m * n + 8 * n * n + 20
 
 
 def test_only_matrices():

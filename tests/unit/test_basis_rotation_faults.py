@@ -88,6 +88,7 @@ def test_a_failed_solver_is_tried_in_float64(source, solver, step, monkeypatch):
     updates, state = run(optimizer, grads)
     torch.testing.assert_close(updates[-1], expected[-1], rtol=1e-3, atol=1e-3)
     assert int(state["failures"]) == 0
+    assert int(state["fallbacks"]) == (2 if step > 1 else 1)
 
 
 @pytest.mark.parametrize(("source", "solver", "step"), SOLVERS)
@@ -109,7 +110,7 @@ def test_a_hopeless_solver_keeps_the_basis(source, solver, step, monkeypatch):
 
 
 def test_a_failure_in_a_batch_concerns_one_matrix(monkeypatch):
-    grads = gradients((6, 6), 3)
+    grads = gradients((16, 16), 3)  # a shape that is batched
     optimizer = rotation(period=1)
     expected = [run(optimizer, [grad])[0][0] for grad in grads]
     poison = grads[1] @ grads[1].T * (1 - 0.999)
@@ -118,8 +119,9 @@ def test_a_failure_in_a_batch_concerns_one_matrix(monkeypatch):
         return any((matrix.float() - poison).norm() < 1e-5 * poison.norm() for matrix in x)
 
     monkeypatch.setattr(torch.linalg, "eigh", failing(torch.linalg.eigh, fails))
-    states = [optimizer.init_state((6, 6), CPU) for _ in grads]
+    states = [optimizer.init_state((16, 16), CPU) for _ in grads]
     updates = optimizer.update_many(grads, states, 1)
     assert [int(state["failures"]) for state in states] == [0, 1, 0]
     assert torch.equal(updates[0], expected[0])
     assert torch.equal(updates[2], expected[2])
+    assert [int(state["fallbacks"]) for state in states] == [0, 0, 0]
