@@ -55,6 +55,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
     ],
     "muon": [{"coefficients": "polar-express", "ns_dtype": "float32", "nesterov": False}],
     "soap": [{"period": 1, "max_side": 10}],
+    "shampoo": [{"root": "coupled-newton", "grafting": "adam", "max_side": 10}],
 }
 """Settings to test besides those of :func:`settings_of`."""
 

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer.optimizer import shampoo as shampoo_module
 from pytorch_optimizer.optimizer import soap as soap_module
+from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
+from pytorch_optimizer.optimizer.utils.partition import PreConditionerType
+from pytorch_optimizer.optimizer.utils.preconditioner import PreConditioner
 from torch import Tensor, nn
 
 from impl.optimizers.base import Optimizer, State, create
@@ -213,3 +217,92 @@ def test_basis_rotation_is_soap_with_its_order_of_operations(
         error = max(error, distance(ours.p - begin, theirs.p - begin))
     assert error < EXACT
     assert distance(ours.p - begin, plain.p - begin) > 1e-2, "negative control: SOAP's own order is another"
+
+
+def correction(exponent: float, refreshed: int, beta: float) -> float:
+    """What our correction of the averaged statistics for their zero start makes of an update by their roots.
+
+    Two roots to the power ``-exponent``, both from the statistics of step ``refreshed``.
+    """
+    return (1 - beta**refreshed) ** (2 * exponent)
+
+
+def step_alone(ours: Ours, theirs: Theirs, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Both updates of one step."""
+    before_ours, before_theirs = ours.p.clone(), theirs.p.clone()
+    ours.step(grad)
+    theirs.step(grad)
+    return before_ours - ours.p, before_theirs - theirs.p
+
+
+def scalable_shampoo(begin: Tensor, beta: float, period: int, **settings: Any) -> Theirs:
+    """pytorch-optimizer's after Google's: learning rate 1, averages, roots by SVD, and no ridge, block or momentum."""
+    return Theirs(
+        shampoo_module.ScalableShampoo, begin, lr=1.0, betas=(0.0, beta), moving_average_for_momentum=True,
+        start_preconditioning_step=1, preconditioning_compute_steps=period, shape_interpretation=False, block_size=0,
+        nesterov=False, matrix_eps=0.0, use_svd=True, diagonal_eps=1e-300, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("period", "exponent"), [(2, 0.25), (3, 0.25), (3, 0.5)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_shampoo_of_pytorch_optimizer(
+    shape: tuple[int, int], period: int, exponent: float, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs has its first roots at the first multiple of the period, ours at step 1 as well: compared from there on.
+
+    Theirs averages preconditioned gradients, ours preconditions the average (so that the newest root acts on all of
+    it): a wrapper averages before.  Theirs leaves the statistics' average uncorrected, which is one factor for the
+    whole update.  Ours has a ridge, here far below any eigenvalue.
+    """
+    begin, beta = start(shape), 0.9
+    settings = {"period": period, "exponent": exponent, "shampoo_beta": beta, "momentum": momentum, "ridge": 1e-15}
+    ours = Ours(create("shampoo", settings), begin, 1.0, 0.0)
+    override = round(1 / exponent)
+    theirs = scalable_shampoo(
+        begin, beta, period, graft_type=LayerWiseGrafting.NONE, inverse_exponent_override=override
+    )
+    average, plain = torch.zeros(shape, dtype=F64), PreConditioner.preconditioned_grad
+
+    def averaged(self: PreConditioner, grad: Tensor) -> Tensor:
+        average.mul_(momentum).add_(grad, alpha=1 - momentum)
+        return plain(self, average / (1 - momentum**step))
+
+    monkeypatch.setattr(PreConditioner, "preconditioned_grad", averaged)
+    refreshed = 0
+    for step, grad in enumerate(gradients(shape, 12), 1):
+        update, expected = step_alone(ours, theirs, grad)
+        refreshed = step if step % period == 0 else refreshed
+        if refreshed * min(shape) >= max(shape):  # statistics of full rank
+            assert distance(update, expected * correction(exponent, refreshed, beta)) < 1e-7, step
+
+
+@pytest.mark.parametrize(("model", "graft_type"), [("sgd", LayerWiseGrafting.SGD), ("adam", LayerWiseGrafting.RMSPROP)])
+def test_grafting_of_pytorch_optimizer(model: str, graft_type: int) -> None:
+    """Without momentum Adam is RMSProp, but for the correction of its average; eps is as good as zero in both."""
+    begin, beta, period = start((5, 8)), 0.9, 3
+    settings = {"shampoo_beta": beta, "graft_beta": beta, "graft_eps": 1e-300, "momentum": 0.0, "ridge": 1e-15}
+    ours = Ours(create("shampoo", {**settings, "period": period, "grafting": model}), begin, 1.0, 0.0)
+    theirs = scalable_shampoo(begin, beta, period, graft_type=graft_type)
+    for step, grad in enumerate(gradients((5, 8), 12), 1):
+        update, expected = step_alone(ours, theirs, grad)
+        if step >= period:
+            factor = (1 - beta**step) ** 0.5 if model == "adam" else 1.0
+            assert distance(update, expected * factor) < 1e-7, step
+
+
+def test_one_sided_shampoo_of_pytorch_optimizer() -> None:
+    """One preconditioned side has an exponent of a half in both; the other is beyond ``max_side`` here."""
+    begin, beta, period = start((8, 5)), 0.9, 2
+    settings = {"shampoo_beta": beta, "momentum": 0.0, "ridge": 1e-15, "period": period, "max_side": 6}
+    ours = Ours(create("shampoo", settings), begin, 1.0, 0.0)
+    theirs = scalable_shampoo(
+        begin, beta, period, graft_type=LayerWiseGrafting.NONE, pre_conditioner_type=PreConditionerType.OUTPUT
+    )
+    refreshed = 0
+    for step, grad in enumerate(gradients((8, 5), 9), 1):
+        update, expected = step_alone(ours, theirs, grad)
+        refreshed = step if step % period == 0 else refreshed
+        if refreshed:
+            assert distance(update, expected * correction(0.25, refreshed, beta)) < 1e-7, step

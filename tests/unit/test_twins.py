@@ -52,15 +52,24 @@ ROTATIONS: list[dict[str, Any]] = [
     {"period": 2, "max_side": 6},
     *({"period": 2, "max_side": 3, "beyond": "blocks", "source": source} for source in ("2nd", "1st")),
 ]
+SHAMPOOS: list[dict[str, Any]] = [
+    {"period": 1},
+    {"period": 3, "momentum": 0.8, "shampoo_beta": 0.9},
+    {"period": 2, "exponent": 0.5, "ridge": 1e-3},
+    {"period": 2, "max_side": 6},
+    *({"period": 2, "grafting": model} for model in ("sgd", "adam")),
+    {"period": 2, "max_side": 4, "grafting": "adam", "graft_beta": 0.8, "graft_eps": 1e-3},
+]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *(("adamw", s) for s in ADAMS),
     *(("nadam", s) for s in [*ADAMS, {"momentum_decay": 0.3}]),
     *(("muon", {"ns_dtype": "float64", **s}) for s in MUONS),
     *(("soap", {**DEGENERATE_SAFE, **s}) for s in SOAPS),
     *(("basis-rotation", {**DEGENERATE_SAFE, **s}) for s in ROTATIONS),
+    *(("shampoo", s) for s in SHAMPOOS),
 ]
-FULL_RANK_AT_ONCE = ("adamw", "nadam", "muon")
-"""No basis, so nothing is arbitrary at the first step, whatever the shape."""
+NOTHING_ARBITRARY = ("adamw", "nadam", "muon", "shampoo")
+"""No basis, or, in Shampoo, none that shows: the ridge makes a root of what has no rank."""
 
 
 def identify(value: object) -> str | None:
@@ -85,7 +94,7 @@ def full_rank(state: State, seed: int = 1) -> None:
         noise = torch.randn(tensor.shape, generator=generator, dtype=F64)
         if key.startswith("basis."):
             noise = torch.linalg.qr(noise)[0]
-        elif key.startswith("factor."):
+        elif key.startswith(("factor.", "root.")):
             noise = noise @ noise.T / len(noise) + 0.1 * torch.eye(len(noise), dtype=F64)
         elif key.startswith("second"):
             noise = noise.square() + 0.1
@@ -125,7 +134,7 @@ def is_eigenbasis(basis: Tensor, factor: Tensor) -> None:
 @pytest.mark.parametrize(("name", "settings"), VARIANTS, ids=identify)
 def test_equals_the_twin_from_the_first_step_in_float64(name: str, settings: dict[str, Any]) -> None:
     """Both on their own all the way.  A basis has signs that neither shares: the updates must not show them."""
-    for shape in SHAPES if name in FULL_RANK_AT_ONCE else [(6, 6), (9, 9), (1, 1)]:
+    for shape in SHAPES if name in NOTHING_ARBITRARY else [(6, 6), (9, 9), (1, 1)]:
         optimizer, state, twin = pair(name, settings, shape, F64)
         for step, grad in enumerate(gradients(shape, 14, F64), 1):
             kept = grad.clone()
@@ -187,7 +196,7 @@ def test_soap_from_a_basis_with_a_null_space(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", TWINS)
 def test_many_at_once_equal_the_twins(name: str) -> None:
     """Mixed shapes, equal ones among them, in one call: each matrix has the update of its own twin."""
-    settings = {"soap": {"period": 2}, "basis-rotation": {"period": 2}, "muon": {"ns_dtype": "float64"}}.get(name, {})
+    settings = {"muon": {"ns_dtype": "float64"}, "adamw": {}, "nadam": {}}.get(name, {"period": 2})
     optimizer = create(name, settings)
     shapes = [(6, 6), (8, 5), (6, 6), (5, 8), (8, 5), (6, 6)]
     states = [optimizer.init_state(shape, CPU, F64) for shape in shapes]
@@ -231,6 +240,16 @@ def test_half_precision_bases_equal_a_twin_that_stores_them_so(dtype: str, toler
         assert distance(optimizer.update(grad, state, step), twin.update(grad)) < tolerance
 
 
+@pytest.mark.parametrize("exponent", [0.25, 0.5])
+@pytest.mark.parametrize("shape", [(6, 6), (5, 8), (8, 5), (1, 5), (12, 7)])
+def test_shampoo_with_the_coupled_newton_iteration(shape: tuple[int, int], exponent: float) -> None:
+    """The twin takes eigendecompositions; the iteration's largest eigenvalue, for the ridge, is an estimate."""
+    settings = {"root": "coupled-newton", "exponent": exponent, "period": 2, "ridge": 1e-4}
+    optimizer, state, twin = pair("shampoo", settings, shape, F64)
+    for step, grad in enumerate(gradients(shape, 9, F64), 1):
+        assert distance(optimizer.update(grad, state, step), twin.update(grad)) < 1e-6, step
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.04)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_muon_in_the_precision_of_the_iteration(shape: tuple[int, int], dtype: str, tolerance: float) -> None:
@@ -245,11 +264,12 @@ def test_muon_in_the_precision_of_the_iteration(shape: tuple[int, int], dtype: s
         assert distance(optimizer.update(grad.to(F32), state, step), twin.update(grad)) < tolerance
 
 
-MATRIX_LIKE = ["muon", "soap", "basis-rotation"]
+MATRIX_LIKE = ["muon", "soap", "basis-rotation", "shampoo"]
 PLAIN: dict[str, dict[str, Any]] = {
     "muon": {"ns_dtype": "float64"},
     "soap": {"period": 2, "eps": 1e-3},
     "basis-rotation": {"period": 2, "eps": 1e-3},
+    "shampoo": {"period": 2},
 }
 
 
@@ -366,10 +386,24 @@ def muon_of_a_number(values: list[float]) -> list[float]:
     return out
 
 
-RANK_ONE = {
+def shampoo_of_a_number(values: list[float], period: int = 10) -> list[float]:
+    """Both statistics are the averaged square; two roots with exponents of a quarter divide by its root."""
+    beta, shampoo_beta, ridge = 0.9, 0.95, 1e-6
+    m = a = kept = 0.0
+    out = []
+    for t, g in enumerate(values, 1):
+        m, a = beta * m + (1 - beta) * g, shampoo_beta * a + (1 - shampoo_beta) * g * g
+        if t == 1 or t % period == 0:
+            kept = a / (1 - shampoo_beta**t) * (1 + ridge)
+        out.append(m / (1 - beta**t) / math.sqrt(kept))
+    return out
+
+
+RANK_ONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "muon": (muon_of_a_number, {"ns_dtype": "float64", "scale": "none"}),
     "soap": (functools.partial(adam_of_a_number, beta1=0.95, beta2=0.95, eps=1e-3, start=1), {"eps": 1e-3}),
     "basis-rotation": (functools.partial(adam_of_a_number, beta1=0.9, beta2=0.999, eps=1e-3, start=0), {"eps": 1e-3}),
+    "shampoo": (shampoo_of_a_number, {"momentum": 0.9, "shampoo_beta": 0.95, "ridge": 1e-6}),
 }
 
 
@@ -383,6 +417,8 @@ def test_gradients_of_rank_one_are_a_number(name: str, shape: tuple[int, int], p
     """
     rule, settings = RANK_ONE[name]
     settings = settings if name == "muon" else {**settings, "period": period}
+    if name == "shampoo":
+        rule = functools.partial(rule, period=period)
     generator = torch.Generator().manual_seed(8)
     x, y = (torch.nn.functional.normalize(torch.randn(k, generator=generator, dtype=F64), dim=0) for k in shape)
     numbers = [2.0, -0.5, 1.5, 0.3, -1.0, 0.0, 0.7, 1.1]
@@ -393,6 +429,6 @@ def test_gradients_of_rank_one_are_a_number(name: str, shape: tuple[int, int], p
 
 def test_the_twins_cover_the_optimizers_of_the_papers() -> None:
     """One that somebody adds needs no twin here to be used; those that tables compare have one."""
-    assert set(TWINS) >= {"adamw", "nadam", "muon", "soap", "basis-rotation"}
+    assert set(TWINS) >= {"adamw", "nadam", "muon", "soap", "basis-rotation", "shampoo"}
     assert set(TWINS) <= set(registry())
     assert {name for name, _ in VARIANTS} == set(TWINS)

@@ -206,6 +206,66 @@ class SoapTwin(Twin):
         return out
 
 
+class ShampooTwin(Twin):
+    """Gupta, Koren and Singer, arXiv 1802.09568, ``L^(-1/4) M R^(-1/4)``, with averages as in arXiv 2309.06497.
+
+    Averages are corrected for their zero start.  One preconditioned side has both sides' exponents.  Roots by
+    eigendecomposition, whatever ``root`` says.
+    """
+
+    def __init__(self, hyper: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(hyper, shape, dtype)
+        self.sides = [side for side in (0, 1) if shape[side] <= hyper.max_side]
+        self.factor = {side: self.zeros(shape[side], shape[side]) for side in self.sides}
+        self.root = {side: torch.eye(shape[side], dtype=dtype) for side in (0, 1)}
+        self.m, self.v = self.zeros(), self.zeros()
+
+    def update(self, grad: Tensor) -> Tensor:
+        self.t += 1
+        hyper = self.hyper
+        self.m = hyper.momentum * self.m + (1 - hyper.momentum) * grad
+        self.v = hyper.graft_beta * self.v + (1 - hyper.graft_beta) * grad**2
+        for side in self.sides:
+            x = grad if side == 0 else grad.T
+            self.factor[side] = hyper.shampoo_beta * self.factor[side] + (1 - hyper.shampoo_beta) * (x @ x.T)
+            if self.t == 1 or self.t % hyper.period == 0:
+                self.root[side] = self.inverse_root(self.factor[side] / (1 - hyper.shampoo_beta**self.t))
+        m = self.m / (1 - hyper.momentum**self.t)
+        out = self.root[0] @ m @ self.root[1]
+        if hyper.grafting == "none" or not out.any():
+            return out
+        model = m
+        if hyper.grafting == "adam":
+            model = m / ((self.v / (1 - hyper.graft_beta**self.t)) ** 0.5 + hyper.graft_eps)
+        return out / out.norm() * model.norm()
+
+    def inverse_root(self, a: Tensor) -> Tensor:
+        if not a.any():
+            return torch.eye(len(a), dtype=a.dtype)
+        values, vectors = torch.linalg.eigh(a)
+        values = values.clamp(min=0)
+        power = self.hyper.exponent * (1 if len(self.sides) == 2 else 2)
+        return vectors @ torch.diag((values + self.hyper.ridge * values.max()) ** -power) @ vectors.T
+
+    def load(self, state: State, t: int) -> None:
+        self.t, self.m = t, state["momentum"].to(self.dtype)
+        if "second" in state:
+            self.v = state["second"].to(self.dtype)
+        for side in self.sides:
+            word = ("left", "right")[side]
+            self.factor[side] = state[f"factor.{word}.0"].to(self.dtype)
+            self.root[side] = state[f"root.{word}.0"].to(self.dtype)
+
+    def state(self) -> dict[str, Tensor]:
+        out = {"momentum": self.m}
+        if self.hyper.grafting == "adam":
+            out["second"] = self.v
+        for side in self.sides:
+            word = ("left", "right")[side]
+            out |= {f"factor.{word}.0": self.factor[side], f"root.{word}.0": self.root[side]}
+        return out
+
+
 RIDGE = 1e-3
 """Of the 1st source: share of the mean eigenvalue of ``M M^T`` that a power step adds to it."""
 
@@ -328,4 +388,5 @@ TWINS: dict[str, type[Twin]] = {
     "muon": MuonTwin,
     "soap": SoapTwin,
     "basis-rotation": RotationTwin,
+    "shampoo": ShampooTwin,
 }
