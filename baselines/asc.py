@@ -13,6 +13,7 @@ from impl.canzona.tp_groups import micro_groups
 @strategy("asc")
 def plan_asc(problem: Problem) -> Plan:
     """Return the plan in which a matrix belongs to the rank in whose equal share of the bucket it starts."""
+    problem = problem.in_blocks()
     buckets = tuple(own_whole(b, start_index_cuts(b, problem.dp)) for b in padded_buckets(problem, atomic=True))
     families = scattered(problem, buckets, atomic=True) + zero1(problem)
     groups = micro_groups(problem, owned_matrices(families, problem.dp), "no")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from impl.canzona.costs import memory_bytes
+from impl.canzona.costs import flops_of, memory_bytes, published_flops_of
 from impl.canzona.plan import EVERY, Family, MicroGroup, Plan
 from impl.canzona.strategies import Cost
 
@@ -92,8 +92,8 @@ Measure = Callable[[int], float]
 
 def _measures(plan: Plan, costs: Sequence[Cost]) -> tuple[Measure, Measure, Measure]:
     """Return FLOPs of the whole matrix, the published FLOPs of its TP shard, and state bytes of the whole."""
-    flops = cache(lambda i: costs[i].flops(plan.parameters[i].shape))
-    published = cache(lambda i: costs[i].published_flops(plan.parameters[i].local_shape(plan.tp)))
+    flops = cache(lambda i: flops_of(plan.parameters[i], costs[i]))
+    published = cache(lambda i: published_flops_of(plan.parameters[i], costs[i], plan.tp))
     memory = cache(lambda i: memory_bytes(plan.parameters[i], costs[i]))
     return flops, published, memory
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 
 import torch
 from torch import Tensor, nn
 
-from impl.canzona.plan import Family, Plan, owned_range
+from impl.canzona.plan import Bucket, Family, Plan, owned_range
 
 
 @dataclass(frozen=True)
@@ -32,27 +33,43 @@ class FamilyBuffer:
 
     Each module parameter becomes a view of ``parameters``.  Masters exist only for this rank's runs: views of the
     parameters where these are fp32 already, fp32 copies otherwise.
+
+    module_parameters: by the index of the parameter in the plan, of the first block where the plan splits it.
     """
 
     def __init__(self, plan: Plan, family: Family, modules: Mapping[str, nn.Parameter], dp_rank: int) -> None:
         self.family = family
-        names = {slot.parameter: plan.parameters[slot.parameter].name for slot in family.slots}
-        first = modules[next(iter(names.values()))]
+        by_module = [
+            (name, list(slots))
+            for name, slots in groupby(family.slots, key=lambda slot: plan.parameters[slot.parameter].module)
+        ]
+        first = modules[by_module[0][0]]
         self.parameters = torch.zeros(family.numel, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(family.numel, dtype=torch.float32, device=first.device)
         self.module_parameters: dict[int, nn.Parameter] = {}
-        self._gradient_views: dict[int, Tensor] = {}
-        for slot in family.slots:
-            parameter = modules[names[slot.parameter]]
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._key_of: dict[int, int] = {}
+        for name, slots in by_module:
+            parameter, key = modules[name], slots[0].parameter
             if parameter.dtype != first.dtype:
-                raise ValueError(f"{names[slot.parameter]} is {parameter.dtype}, others of its buffer {first.dtype}")
-            view = self.parameters[slot.start : slot.end].view(parameter.shape)
+                raise ValueError(f"{name} is {parameter.dtype}, others of its buffer {first.dtype}")
+            self._spans[key] = slots[0].start, slots[-1].end
+            view = self._view(self.parameters, key, parameter)
             view.copy_(parameter.data)
             parameter.data = view
-            self.module_parameters[slot.parameter] = parameter
-            self._gradient_views[slot.parameter] = self.gradients[slot.start : slot.end].view(parameter.shape)
+            self.module_parameters[key] = parameter
+            self._key_of |= {slot.parameter: key for slot in slots}
+        self._gradient_views = {k: self._view(self.gradients, k, p) for k, p in self.module_parameters.items()}
         self.runs = _runs(plan, family, dp_rank)
         self.masters = {run.name: self._master(run) for run in self.runs}
+
+    def keys(self, bucket: Bucket) -> set[int]:
+        """Return the keys of the module parameters in ``bucket``."""
+        return {self._key_of[slot.parameter] for slot in bucket.slots}
+
+    def _view(self, flat: Tensor, key: int, parameter: nn.Parameter) -> Tensor:
+        start, end = self._spans[key]
+        return flat[start:end].view(parameter.shape)
 
     def accumulate(self, parameter: int) -> None:
         """Add the parameter's fresh gradient to its fp32 sum and free it."""
@@ -66,9 +83,8 @@ class FamilyBuffer:
 
         No graph may be in flight over a change: autograd does not see it.
         """
-        for slot in self.family.slots:
-            parameter = self.module_parameters[slot.parameter]
-            parameter.data = flat[slot.start : slot.end].view(parameter.shape)
+        for key, parameter in self.module_parameters.items():
+            parameter.data = self._view(flat, key, parameter)
 
     def gradient(self, start: int, end: int) -> Tensor:
         """Return the view of the gradients in ``[start, end)``."""
@@ -102,3 +118,17 @@ def _runs(plan: Plan, family: Family, rank: int) -> tuple[Run, ...]:
                 spans.append(list(owned))
             neighbour = owned is not None
     return tuple(Run(f"{family.name}:{low}-{high}", low, high, None) for low, high in spans)
+
+
+def trainable(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
+    """Return the plan's parameters of ``model``; raises ``ValueError`` unless they are its trainable ones, in order."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    planned = []
+    for name, group in groupby(plan.parameters, key=lambda spec: spec.module):
+        shapes = [spec.local_shape(plan.tp) for spec in group]
+        planned.append((name, (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()))
+    actual = [(name, tuple(p.shape)) for name, p in found.items()]
+    for want, have in zip_longest(planned, actual):
+        if want != have:
+            raise ValueError(f"plan and model disagree: planned {want}, found {have}")
+    return found

@@ -20,6 +20,7 @@ def plan_canzona(problem: Problem) -> Plan:
     The start-index plan is kept where the alpha plan does not lower the largest load in ``options.cost``, unless
     ``options.fallback`` is off.
     """
+    problem = problem.in_blocks()
     buckets = padded_buckets(problem, atomic=True)
     cuts = alpha_cuts(buckets, problem.dp, problem.options.alpha) if buckets else ()
     chosen = tuple(own_whole(b, c) for b, c in zip(buckets, cuts, strict=True))

@@ -77,12 +77,12 @@ class Communicator:
         """Add to the ledger."""
         self._ledger.add(phase, self._dimension, count)
 
-    def all_reduce(self, flat: Tensor, phase: str) -> Pending:
-        """Sum ``flat`` over the group in place."""
+    def all_reduce(self, flat: Tensor, phase: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """Sum ``flat`` over the group in place, or what else ``op`` does."""
         if self.size == 1:
             return Pending([])
         self.count(phase, 2 * (self.size - 1) / self.size * _bytes(flat))
-        return Pending([dist.all_reduce(flat, group=self.group, async_op=True)], flat)
+        return Pending([dist.all_reduce(flat, op=op, group=self.group, async_op=True)], flat)
 
     def reduce_scatter(self, flat: Tensor, cuts: Sequence[int], phase: str) -> Pending:
         """Sum ``flat`` in place so that rank r holds the result in ``[cuts[r], cuts[r + 1])``; the rest is scratch.

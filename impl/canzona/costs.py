@@ -14,7 +14,17 @@ MASTER_BYTES = 4
 
 def memory_bytes(spec: ParamSpec, cost: Cost) -> int:
     """Return the bytes of master and optimizer state of the whole tensor ``spec``."""
-    return MASTER_BYTES * spec.numel + cost.state_bytes(spec.shape)
+    return MASTER_BYTES * spec.numel + sum(map(cost.state_bytes, spec.matrices))
+
+
+def flops_of(spec: ParamSpec, cost: Cost) -> float:
+    """Return the operations of one update of the whole tensor ``spec``."""
+    return sum(map(cost.flops, spec.matrices))
+
+
+def published_flops_of(spec: ParamSpec, cost: Cost, tp: int) -> float:
+    """Return the same of its shard on one of ``tp`` ranks, in the papers' convention."""
+    return sum(map(cost.published_flops, spec.local_matrices(tp)))
 
 
 def weights(problem: Problem) -> Callable[[int], float]:
@@ -31,6 +41,6 @@ def weights(problem: Problem) -> Callable[[int], float]:
             return spec.numel
         if problem.options.cost == "memory":
             return memory_bytes(spec, cost)
-        return cost.flops(spec.shape)
+        return flops_of(spec, cost)
 
     return weight

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from impl.canzona.balance import ratio, report
-from impl.canzona.costs import memory_bytes
+from impl.canzona.costs import flops_of, memory_bytes
 from impl.canzona.plan import EVERY, Family, Plan
 from impl.canzona.strategies import Cost
 
@@ -95,7 +95,7 @@ def _loads(plan: Plan, costs: Sequence[Cost], left: Axes, right: Axes) -> None:
 
     balance = report(plan, costs)
     matrices = [s.parameter for f in plan.families if f.atomic for s in f.slots]
-    work = [costs[i].flops(plan.parameters[i].shape) for i in matrices]
+    work = [flops_of(plan.parameters[i], costs[i]) for i in matrices]
     memory = [memory_bytes(plan.parameters[i], costs[i]) for i in matrices]
     panels = (left, "FLOP of whole matrices", "flops", work), (right, "bytes of state", "memory_bytes", memory)
     for axes, label, key, atoms in panels:

@@ -10,16 +10,16 @@ One step is ``begin_step()``, ``microbatch()`` for each microbatch, then ``step(
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from impl.canzona.buffers import FamilyBuffer, Run
+from impl.canzona.buffers import FamilyBuffer, Run, trainable
 from impl.canzona.clock import Clock
 from impl.canzona.collectives import (
     Communicator,
@@ -29,11 +29,14 @@ from impl.canzona.collectives import (
     sum_in_order,
 )
 from impl.canzona.exchange import Exchange, run_pipelined
+from impl.canzona.health import Health, counters
 from impl.canzona.mesh import Mesh
-from impl.canzona.norm import clip_scale, global_norm
+from impl.canzona.norm import clip_scale, global_norm, not_finite
 from impl.canzona.plan import EVERY, Plan
 from impl.canzona.reducer import GradientReducer
+from impl.canzona.states import StateStore, state_names
 from impl.canzona.synchronizer import ParameterSynchronizer
+from impl.models.sharding import join, split
 from impl.optimizers.base import Optimizer, State
 
 
@@ -45,19 +48,32 @@ class EngineOptions:
     clip: limit of the global gradient norm over every trainable parameter, 0 for none.  The factor is applied to
         optimizers whose update depends on the gradient's scale.
     weight_decay: decoupled, ``p <- (1 - lr * weight_decay) p`` before the update, on every parameter.
+    offload: keep the optimizer state in host memory between steps (:class:`impl.canzona.states.StateStore`).
     """
 
     reduction: Literal["native", "rank-order"] = "native"
     clip: float = 1.0
     weight_decay: float = 0.01
+    offload: bool = False
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a step reports: the global gradient norm before clipping, and the factor that clipping applied."""
+    """What a step reports, the same on every rank.
+
+    grad_norm: global, before clipping.  clip_scale: the factor that clipping applied.
+    not_finite: parameters with a gradient that is not finite.  If there are any the step was skipped: parameters, all
+        optimizer state and the count of steps are what they were.
+    """
 
     grad_norm: float
     clip_scale: float
+    not_finite: tuple[str, ...] = ()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated."""
+        return bool(self.not_finite)
 
 
 class Engine:
@@ -88,12 +104,14 @@ class Engine:
         self._dp = Communicator(mesh.dp_group, "dp", self.ledger)
         self._tp = Communicator(mesh.tp_group, "tp", self.ledger)
         self.world = Communicator(mesh.world_group, "world", self.ledger)
-        modules = _trainable(model, plan)
+        modules = trainable(model, plan)
         self._buffers = [FamilyBuffer(plan, family, modules, mesh.dp_rank) for family in plan.families]
         self._optimizers = {family.name: optimizers[family.optimizer] for family in plan.families}
         self._reducer = GradientReducer(self._buffers, make_reduction(self.options.reduction, self._dp), mesh.dp)
         self._synchronizer = ParameterSynchronizer(model, self._buffers, self._dp, self.clock)
-        self._states: dict[str, State] = self._init_states()
+        self._rules = list({o.name: o for o in self._optimizers.values()}.values())
+        self.health = Health(self._rules)
+        self._states = self._init_states()
         self._step = 0
 
     @contextmanager
@@ -109,10 +127,13 @@ class Engine:
             self._reducer.close()
 
     @torch.no_grad()
-    def step(self, lr: float, adjust: Callable[[], None] | None = None) -> StepInfo:
+    def step(self, lr: float, adjust: Callable[[], None] | None = None, *, measure: bool = False) -> StepInfo:
         """Finish the reductions, update what this rank owns and start to gather the new parameters.
 
+        With a gradient that is not finite nothing is updated (:class:`StepInfo`).
+
         adjust: called when the gradients are final and before their norm is taken; may change :attr:`gradients`.
+        measure: also let the optimizers measure their health, for :meth:`worst_health`.
         """
         with self.clock("grad_reduce"):
             self._reducer.wait()
@@ -121,6 +142,10 @@ class Engine:
             adjust()
         with self.clock("grad_norm"):
             norm = global_norm(self._buffers, self.plan, self.mesh, self.world)
+            bad = () if math.isfinite(norm) else not_finite(self._buffers, self.plan, self.mesh, self.world)
+        self.health.start(measure=measure)
+        if bad:
+            return StepInfo(norm, 1.0, bad)
         scale = clip_scale(norm, self.options.clip)
         self._step += 1
         with self.clock("param_sync"):
@@ -155,22 +180,25 @@ class Engine:
         self.clock.reset()
         self.ledger.reset()
 
-    def _init_states(self) -> dict[str, State]:
-        states: dict[str, State] = {}
-        hosts = {
-            parameter: host
-            for group in self.plan.micro_groups[self.mesh.dp_rank]
-            for parameter, host in zip(group.parameters, group.hosts, strict=True)
-        }
+    def _hosts(self) -> dict[int, int]:
+        """Return the hosts of the matrices that this DP rank owns."""
+        groups = self.plan.micro_groups[self.mesh.dp_rank]
+        return {p: host for group in groups for p, host in zip(group.parameters, group.hosts, strict=True)}
+
+    def _init_states(self) -> StateStore:
+        states = StateStore(self.mesh.device, offload=self.options.offload)
+        hosts = self._hosts()
         for buffer in self._buffers:
             optimizer = self._optimizers[buffer.family.name]
             for run in buffer.runs:
                 if run.parameter is None:
-                    states[run.name] = optimizer.init_state((run.end - run.start,), self.mesh.device)
+                    states.add(run.name, optimizer.init_state((run.end - run.start,), self.mesh.device))
                 elif hosts[run.parameter] in (self.mesh.tp_rank, EVERY):
-                    shape = self.plan.parameters[run.parameter].shape
-                    states[run.name] = optimizer.init_state(shape, self.mesh.device)
-                    optimizer.place(states[run.name], run.parameter)
+                    spec = self.plan.parameters[run.parameter]
+                    for number, (name, shape) in enumerate(zip(state_names(spec), spec.matrices, strict=True)):
+                        state = optimizer.init_state(shape, self.mesh.device)
+                        optimizer.place(state, run.parameter + number)
+                        states.add(name, state)
         return states
 
     def _update(self, lr: float, scale: float) -> None:
@@ -185,11 +213,16 @@ class Engine:
         self._synchronizer.start()
 
     def _step_elementwise(self, buffer: FamilyBuffer, optimizer: Optimizer, lr: float, factor: float) -> None:
+        visit = self._states.visit([[run.name] for run in buffer.runs])
         for run in buffer.runs:
             gradient = buffer.gradient(run.start, run.end)
             if factor != 1.0:
                 gradient.mul_(factor)
-            self._apply(buffer, run, optimizer.update(gradient, self._states[run.name], self._step), lr)
+            states = visit.take()
+            update = optimizer.update(gradient, states[0], self._step)
+            self.health.observe(optimizer, states, [update])
+            visit.give_back(states)
+            self._apply(buffer, run, update, lr)
 
     def _step_atomic(self, buffer: FamilyBuffer, optimizer: Optimizer, lr: float, factor: float) -> None:
         runs = {run.parameter: run for run in buffer.runs if run.parameter is not None}
@@ -205,10 +238,17 @@ class Engine:
             if group.parameters[0] in runs
         ]
 
+        specs = self.plan.parameters
+        visit = self._states.visit([[n for i in e.hosted for n in state_names(specs[i])] for e in exchanges])
+
         def compute(whole: dict[int, Tensor]) -> dict[int, Tensor]:
-            states = [self._states[runs[i].name] for i in whole]
-            updates = optimizer.update_many(list(whole.values()), states, self._step)
-            return dict(zip(whole, updates, strict=True))
+            matrices = [m for i in whole for m in split(whole[i], specs[i])]
+            states = visit.take()
+            updates = optimizer.update_many(matrices, states, self._step)
+            self.health.observe(optimizer, states, updates)
+            visit.give_back(states)
+            parts = iter(updates)
+            return {i: join([next(parts) for _ in specs[i].matrices], specs[i]) for i in whole}
 
         def apply(updates: dict[int, Tensor]) -> None:
             for index, update in updates.items():
@@ -245,11 +285,50 @@ class Engine:
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of fp32 masters and of optimizer state on this rank."""
-        state = sum(t.numel() * t.element_size() for by_name in self._states.values() for t in by_name.values())
-        return {"master": sum(buffer.master_bytes() for buffer in self._buffers), "state": state}
+        return {"master": sum(buffer.master_bytes() for buffer in self._buffers), "state": self._states.bytes()}
+
+    @property
+    def buffers(self) -> tuple[FamilyBuffer, ...]:
+        """The flat buffers, one per family of the plan."""
+        return tuple(self._buffers)
+
+    @property
+    def states(self) -> Mapping[str, State]:
+        """The state of what this rank updates: by run, of a split matrix by :func:`state_names`."""
+        self._states.settle()
+        return self._states
+
+    @property
+    def steps(self) -> int:
+        """Steps that were not skipped."""
+        return self._step
+
+    def counters(self) -> dict[str, int]:
+        """Return what the optimizers of matrices counted so far, as ``optimizer.counter``; all ranks must call."""
+        return counters(self._once(), self._rules, self.world, self.mesh.device)
+
+    def worst_health(self) -> dict[str, float]:
+        """Return the worst of what a step with ``measure`` measured (:meth:`Health.worst`); all ranks must call."""
+        return self.health.worst(self.world, self.mesh.device)
+
+    def _once(self) -> Iterator[tuple[Optimizer, State]]:
+        """Yield the states of this rank's matrices, those that several ranks hold only on the first of them."""
+        hosts = self._hosts()
+        states = self.states
+        for buffer in self._buffers:
+            repeated = {slot.parameter for slot in buffer.family.slots if slot.owner == EVERY}
+            for run in buffer.runs:
+                if run.parameter is None or (run.parameter in repeated and self.mesh.dp_rank > 0):
+                    continue
+                if hosts[run.parameter] == self.mesh.tp_rank or (
+                    hosts[run.parameter] == EVERY and not self.mesh.tp_rank
+                ):
+                    for name in state_names(self.plan.parameters[run.parameter]):
+                        yield self._optimizers[buffer.family.name], states[name]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's own part: step, masters of what it owns, states of what it hosts.  No copies."""
+        self._states.settle()
         out = {"step": torch.tensor(self._step)}
         for buffer in self._buffers:
             out |= {f"master/{name}": master for name, master in buffer.masters.items()}
@@ -268,20 +347,14 @@ class Engine:
             raise KeyError(f"checkpoint and plan differ in {sorted(own.keys() ^ state.keys())[:3]}")
         for name, tensor in own.items():
             tensor.copy_(state[name])
-        self._step = int(own["step"])
+        self.adopt(int(own["step"]))
+
+    @torch.no_grad()
+    def adopt(self, steps: int) -> None:
+        """Go on after ``steps`` steps from masters and states that were just written; all ranks must call."""
+        self._step = steps
         for buffer in self._buffers:
             for run in buffer.runs:
                 buffer.publish(run)
         self._synchronizer.start()
         self.synchronize()
-
-
-def _trainable(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
-    """Return the plan's parameters of ``model``; raises ``ValueError`` unless they are its trainable ones, in order."""
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    planned = [(spec.name, spec.local_shape(plan.tp)) for spec in plan.parameters]
-    actual = [(name, tuple(p.shape)) for name, p in found.items()]
-    for want, have in zip_longest(planned, actual):
-        if want != have:
-            raise ValueError(f"plan and model disagree: planned {want}, found {have}")
-    return found

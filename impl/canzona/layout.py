@@ -10,6 +10,7 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import groupby
 
 from impl.canzona.plan import Bucket, Slot
 from impl.models.parameters import ParamSpec
@@ -42,10 +43,12 @@ def lay_out(
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     start = end = 0
-    for index in reversed(members):
-        at = round_up(end, align)
-        end = at + parameters[index].local_numel(tp)
-        slots.append(Slot(index, at, end, None))
+    modules = [list(group) for _, group in groupby(members, key=lambda i: parameters[i].module)]
+    for blocks in reversed(modules):
+        end = round_up(end, align)
+        for index in blocks:  # of one module's parameter, which is contiguous
+            at, end = end, end + parameters[index].local_numel(tp)
+            slots.append(Slot(index, at, end, None))
         if end - start >= bucket_elements:
             end = round_up(end, divisor)
             buckets.append(Bucket(start, end, tuple(slots)))

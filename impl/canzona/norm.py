@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 from impl.canzona.buffers import FamilyBuffer
 from impl.canzona.collectives import Communicator
 from impl.canzona.mesh import Mesh
-from impl.canzona.plan import EVERY, Plan
+from impl.canzona.plan import EVERY, Piece, Plan
+from impl.models.parameters import ParamSpec
 
 LIMB_BITS = 20
 """2**33 elements may be added before a limb leaves float64's exact integers."""
@@ -65,8 +67,35 @@ def clip_scale(norm: float, limit: float) -> float:
 
 def global_norm(buffers: Sequence[FamilyBuffer], plan: Plan, mesh: Mesh, world: Communicator) -> float:
     """Return the gradient norm over every trainable parameter, counting each element once; all ranks must call."""
-    sums = torch.zeros(len(plan.parameters) * mesh.tp + LIMBS, dtype=torch.float64, device=mesh.device)
+    places = [0, *accumulate(len(_summands(spec)) * mesh.tp for spec in plan.parameters)]
+    sums = torch.zeros(places[-1] + LIMBS, dtype=torch.float64, device=mesh.device)
     elementwise: list[Tensor] = []
+    for buffer, piece in _counted_here(buffers, plan, mesh):
+        gradient = buffer.gradient(piece.start, piece.end)
+        if not buffer.family.atomic:
+            elementwise.append(gradient)
+            continue
+        shares = _summands(plan.parameters[piece.parameter])
+        parts = gradient.split([len(gradient) * share // sum(shares) for share in shares])
+        for number, part in enumerate(parts):
+            sums[places[piece.parameter] + number * mesh.tp + mesh.tp_rank] = square_sum(part)
+    for chunk in _chunks(elementwise):
+        sums[-LIMBS:] += square_limbs(chunk)
+    world.all_reduce(sums, "grad_norm").wait()
+    return math.sqrt(math.fsum(sums[:-LIMBS].tolist() + limbs_value(sums[-LIMBS:])))
+
+
+def not_finite(buffers: Sequence[FamilyBuffer], plan: Plan, mesh: Mesh, world: Communicator) -> tuple[str, ...]:
+    """Return the names of the parameters whose gradient has an element that is not finite; all ranks must call."""
+    found = torch.zeros(len(plan.parameters), dtype=torch.int64, device=mesh.device)
+    for buffer, piece in _counted_here(buffers, plan, mesh):
+        found[piece.parameter] += (~buffer.gradient(piece.start, piece.end).isfinite().all()).long()
+    world.all_reduce(found, "grad_norm").wait()
+    return tuple(spec.name for spec, count in zip(plan.parameters, found.tolist(), strict=True) if count)
+
+
+def _counted_here(buffers: Sequence[FamilyBuffer], plan: Plan, mesh: Mesh) -> Iterator[tuple[FamilyBuffer, Piece]]:
+    """Yield what this rank owns, but of what several ranks hold only the first one's."""
     for buffer in buffers:
         repeated = {slot.parameter for slot in buffer.family.slots if slot.owner == EVERY}
         for piece in buffer.family.pieces(mesh.dp_rank):
@@ -74,15 +103,15 @@ def global_norm(buffers: Sequence[FamilyBuffer], plan: Plan, mesh: Mesh, world: 
                 continue
             if mesh.tp_rank > 0 and plan.parameters[piece.parameter].tp_dim is None:
                 continue
-            gradient = buffer.gradient(piece.start, piece.end)
-            if buffer.family.atomic:
-                sums[piece.parameter * mesh.tp + mesh.tp_rank] = square_sum(gradient)
-            else:
-                elementwise.append(gradient)
-    for chunk in _chunks(elementwise):
-        sums[-LIMBS:] += square_limbs(chunk)
-    world.all_reduce(sums, "grad_norm").wait()
-    return math.sqrt(math.fsum(sums[:-LIMBS].tolist() + limbs_value(sums[-LIMBS:])))
+            yield buffer, piece
+
+
+def _summands(spec: ParamSpec) -> tuple[int, ...]:
+    """Return the relative sizes of the parts of a matrix that are summed apart.
+
+    They are blocks that some plans own apart (:meth:`ParamSpec.in_blocks`), so that the norm is the same under all.
+    """
+    return tuple(part.numel for part in spec.in_blocks())
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
-from impl.models.parameters import ParamSpec
+from impl.models.parameters import Fragment, ParamSpec
 
 EVERY = -1
 """Owner or host of work that every rank repeats (synchronous compute)."""
@@ -119,7 +119,8 @@ class Plan:
     """A complete assignment for a ``dp`` x ``tp`` mesh.
 
     strategy, version: the rule that made it (``version`` names the NV-layerwise release, else None).
-    parameters: all trainable parameters in registration order; everything else refers to them by index.
+    parameters: all trainable parameters in registration order, blocks of a split one in its place; everything else
+        refers to them by index.
     micro_groups: for each DP rank its groups, in the order in which they run.
     options: the settings that led here, for the record.
     fallback_used: the balanced plan was not strictly better, so the start-index plan was kept.
@@ -147,7 +148,12 @@ class Plan:
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """Rebuild a plan from :meth:`to_json`'s data."""
         parameters = tuple(
-            ParamSpec(p["name"], tuple(p["shape"]), p["tp_dim"], tuple(p["blocks"]), p["partial_over_tp"])
+            ParamSpec(
+                **{k: p[k] for k in ("name", "tp_dim", "partial_over_tp", "part_of", "first")},
+                shape=tuple(p["shape"]),
+                blocks=tuple(p["blocks"]),
+                fragments=tuple(Fragment(f["name"], tuple(map(tuple, f["rows"]))) for f in p["fragments"]),
+            )
             for p in data["parameters"]
         )
         families = tuple(

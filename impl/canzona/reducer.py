@@ -30,7 +30,7 @@ class GradientReducer:
         # The backward runs against registration order: a bucket is complete with its first registered parameter.
         self._order = sorted(work, key=lambda item: -min(slot.parameter for slot in item[1].slots))
         self._position = {
-            slot.parameter: number for number, (_, bucket) in enumerate(self._order) for slot in bucket.slots
+            key: number for number, (buffer, bucket) in enumerate(self._order) for key in buffer.keys(bucket)
         }
         self._missing: list[set[int]] = []
         self._open = self._last = False
@@ -53,7 +53,7 @@ class GradientReducer:
                 buffer.gradients.zero_()
         self._fresh = False
         self._open, self._last = True, last
-        self._missing = [{slot.parameter for slot in bucket.slots} for _, bucket in self._order]
+        self._missing = [buffer.keys(bucket) for buffer, bucket in self._order]
 
     def close(self) -> None:
         """End a microbatch; after the last one every bucket is on its way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -47,6 +48,10 @@ class PlanOptions(BaseModel):
     tp_mode: how matrices become micro-groups: ``no``, ``single``, ``slot`` or ``global``.
     capacity_bytes: bytes of the fused fp32 TP-local gradients that one host receives per micro-group and source.
     nv_version: which published version of NV-layerwise.
+    split: whether fused matrices (QKV, gate/up) are updated as the matrices inside them: ``none``; ``update``, by
+        whoever owns and hosts the fused one; ``atoms``, where ASC and Canzona also plan gate and up as matrices of
+        their own.  The rows of query, key and value are interleaved in Megatron's layout, so that these keep one owner.
+    split_qkv: into three ``matrices``, or into one per head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,6 +63,8 @@ class PlanOptions(BaseModel):
     tp_mode: Literal["no", "single", "slot", "global"] = "global"
     capacity_bytes: int = Field(default=DEFAULT_CAPACITY_BYTES, gt=0)
     nv_version: Literal["ping-pong", "lpt-numel", "lpt-ns"] = "lpt-ns"
+    split: Literal["none", "update", "atoms"] = "none"
+    split_qkv: Literal["matrices", "heads"] = "matrices"
 
     def bucket_size(self, dp: int) -> int:
         """Return the bucket size in elements for ``dp`` data-parallel ranks."""
@@ -81,6 +88,17 @@ class Problem:
     def members(self, *, atomic: bool) -> tuple[int, ...]:
         """Indices of the parameters whose optimizer is (or is not) atomic, in registration order."""
         return tuple(i for i, cost in enumerate(self.costs) if cost.atomic is atomic)
+
+    def in_blocks(self) -> Problem:
+        """Return the problem with ``split: atoms`` carried out (see :meth:`ParamSpec.in_blocks`)."""
+        if self.options.split != "atoms":
+            return self
+        pairs = [
+            (part, cost)
+            for spec, cost in zip(self.parameters, self.costs, strict=True)
+            for part in (spec.in_blocks() if cost.atomic else (spec,))
+        ]
+        return dataclasses.replace(self, parameters=tuple(p for p, _ in pairs), costs=tuple(c for _, c in pairs))
 
 
 Strategy = Callable[[Problem], Plan]

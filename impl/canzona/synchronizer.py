@@ -48,9 +48,9 @@ class ParameterSynchronizer:
             (buffer.parameters[piece.start : piece.end], rank) for rank, ps in enumerate(owned) for buffer, piece in ps
         ]
         home = {
-            id(buffers[b].module_parameters[slot.parameter]): (b, n)
+            id(buffers[b].module_parameters[key]): (b, n)
             for (b, n), bucket in per_bucket
-            for slot in bucket.slots
+            for key in buffers[b].keys(bucket)
         }
         for module in model.modules():
             keys = {home[id(p)] for p in module.parameters(recurse=False) if id(p) in home}

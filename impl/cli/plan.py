@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity-bytes", type=int, help="micro-group capacity, bytes of fp32 gradient shards per host and source"
     )
     options.add_argument("--nv-version", help="nv-layerwise: ping-pong, lpt-numel or lpt-ns (default)")
+    options.add_argument("--split", help="fused QKV and gate/up matrices: none (default), update or atoms")
+    options.add_argument("--split-qkv", help="split QKV into matrices (default) or heads")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print the report as JSON")
     output.add_argument("--out", type=Path, help="write the whole plan as JSON to this file")
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     options = parse(PlanOptions, given)
     if args.draw and args.draw.suffix not in SUFFIXES:
         raise ConfigError(f"--draw {args.draw}: end the name in {' or '.join(SUFFIXES)}")
-    load = workload(catalogue.load(args.model, args.layers), args.optimizer, args.tp)
+    load = workload(catalogue.load(args.model, args.layers), args.optimizer, args.tp, options=options)
     planned = plan_workload(load, args.strategy, args.dp, options)
     print(json.dumps(planned.report, indent=2) if args.json else readable(planned.report))
     try:
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             args.out.write_text(json.dumps(planned.plan.to_json()))
         if args.draw:
             args.draw.parent.mkdir(parents=True, exist_ok=True)
-            draw(planned.plan, load.costs, args.draw, title=load.model)
+            draw(planned.plan, planned.costs, args.draw, title=load.model)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
     return 0

@@ -15,22 +15,29 @@ from impl.harness.record import read_rows
 PHASES = ("grad_reduce", "grad_norm", "optimizer_step", "tp_exchange", "param_sync", "loss")
 """Phases of which a record shows the bytes, also where they are zero; ``loss`` is the mean that is reported."""
 
+NOTES = {"skipped_steps": "steps skipped", "alarms": "alarms"}
+"""What a user should look at in a run that is done."""
+
 
 def from_rows(metrics: Path) -> dict[str, Any]:
     """Return steps, final and held-out loss, the held-out curve and the seconds by phase of a metrics file.
 
-    Steps before a resumed checkpoint count too.  The audited step, which is slow, does not count in the seconds if
-    there is any other.
+    Steps before a resumed checkpoint count too.  Steps that were slowed, audited or measured, do not count in the
+    seconds if there is any other.
     """
     rows = read_rows(metrics)
     steps = [row for row in rows if row["event"] == "step"]
     heldout = [[row["step"], row["loss"]] for row in rows if row["event"] == "heldout"]
-    timed = [row["seconds"] for row in steps if not row["audited"]] or [row["seconds"] for row in steps]
+    health = [row for row in rows if row["event"] == "health"]
+    timed = [row["seconds"] for row in steps if not row["slowed"]] or [row["seconds"] for row in steps]
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "final_loss": steps[-1]["loss"] if steps else None,
         "heldout_loss": heldout[-1][1] if heldout else None,
         "heldout": heldout,
+        "skipped_steps": [row["step"] for row in steps if "not_finite" in row],
+        "health": health[-1]["worst"] if health else {},
+        "alarms": [f"step {row['step']}: {alarm}" for row in health for alarm in row["alarms"]],
         "phase_seconds": {phase: quartiles([s[phase] for s in timed if phase in s]) for phase in _phases(timed)},
     }
 
@@ -84,6 +91,8 @@ def summary(status: str, result: dict[str, Any], manifest: Path) -> str:
     if status == "diverged":
         return f"diverged at step {result['steps']}: loss or gradient norm is not finite; record in {manifest}"
     losses = f"loss {result['final_loss']:.4f}, held-out loss {result['heldout_loss']:.4f}"
+    notes = [f"{len(result[key])} {what}" for key, what in NOTES.items() if result[key]]
+    status = f"{status} ({', '.join(notes)})" if notes else status
     return (
         f"{status}: {result['steps']} steps, {losses}, parameters {result['params_digest'][:12]}; record in {manifest}"
     )

@@ -38,7 +38,7 @@ def prepare(spec: RunSpec) -> Setup:
     """Return the setup of ``spec``; raises :class:`ConfigError` for anything in it that cannot work."""
     model = catalogue.load(spec.model, spec.layers)
     optimizers = create_optimizers(spec)
-    load = workload(model, spec.optimizer, spec.tp, frozen=spec.frozen, rules=optimizers)
+    load = workload(model, spec.optimizer, spec.tp, frozen=spec.frozen, rules=optimizers, options=spec.plan)
     planned = plan_workload(load, spec.strategy, spec.dp, spec.plan)
     return Setup(model, load.routes, optimizers, planned.plan, {"digest": planned.plan.digest, **planned.report})
 

@@ -34,3 +34,24 @@ def unshard(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
     sizes = [b // tp for b in spec.sharded_blocks]
     pieces = [s.split(sizes, dim=spec.tp_dim) for s in shards]
     return torch.cat([p[b] for b in range(len(sizes)) for p in pieces], dim=spec.tp_dim).contiguous()
+
+
+def split(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
+    """Return the logical matrices of the whole tensor of ``spec``, contiguous; inverse of :func:`join`."""
+    if not spec.fragments:
+        return [whole]
+    pieces = [[whole[start:stop] for start, stop in fragment.rows] for fragment in spec.fragments]
+    return [(rows[0] if len(rows) == 1 else torch.cat(rows)).contiguous() for rows in pieces]
+
+
+def join(matrices: Sequence[Tensor], spec: ParamSpec) -> Tensor:
+    """Return the whole tensor of ``spec``, made of its logical matrices."""
+    if not spec.fragments:
+        return matrices[0]
+    whole = matrices[0].new_empty(spec.shape)
+    for fragment, matrix in zip(spec.fragments, matrices, strict=True):
+        at = 0
+        for start, stop in fragment.rows:
+            whole[start:stop] = matrix[at : at + stop - start]
+            at += stop - start
+    return whole

@@ -14,6 +14,12 @@ from impl.models.sharding import shard
 from impl.optimizers.base import Optimizer
 
 
+def rows_of(spec: ParamSpec) -> list[list[int] | slice]:
+    """Return the rows of each logical matrix."""
+    named = [[row for start, stop in f.rows for row in range(start, stop)] for f in spec.fragments]
+    return list(named) or [slice(None)]
+
+
 class Reference:
     """Steps whole fp32 parameters on the gradients of all DP ranks, summed in rank order."""
 
@@ -27,7 +33,9 @@ class Reference:
     ) -> None:
         self.parameters = {name: p.clone() for name, p in parameters.items()}
         self.specs, self.optimizers, self.options, self.tp = specs, optimizers, options, tp
-        self.states = {s.name: optimizers[s.name].init_state(s.shape, torch.device("cpu")) for s in specs}
+        self.states = {
+            s.name: [optimizers[s.name].init_state(shape, torch.device("cpu")) for shape in s.matrices] for s in specs
+        }
         self.steps = 0
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]], lr: float) -> float:
@@ -46,9 +54,10 @@ class Reference:
             optimizer, g = self.optimizers[spec.name], summed[spec.name]
             if not optimizer.scale_invariant and clip != 1.0:
                 g = g * clip
-            update = optimizer.update(g, self.states[spec.name], self.steps)
             p = self.parameters[spec.name]
-            p.mul_(1.0 - lr * self.options.weight_decay).add_(update, alpha=-lr)
+            p.mul_(1.0 - lr * self.options.weight_decay)
+            for rows, state in zip(rows_of(spec), self.states[spec.name], strict=True):
+                p[rows] -= lr * optimizer.update(g[rows].contiguous(), state, self.steps)
         return norm
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
@@ -57,8 +66,10 @@ class Reference:
         for spec in self.specs:
             g = gradients[spec.name]
             if self.optimizers[spec.name].atomic:
-                ranks = range(self.tp) if spec.tp_dim is not None else range(1)
-                terms += [float(shard(g, spec, self.tp, r).double().square().sum()) for r in ranks]
+                for rank in range(self.tp) if spec.tp_dim is not None else range(1):
+                    local = shard(g, spec, self.tp, rank).double()
+                    parts = local.tensor_split(2) if [f.name for f in spec.fragments] == ["gate", "up"] else [local]
+                    terms += [float(part.square().sum()) for part in parts]
             else:
                 terms += g.double().square().flatten().tolist()
         return math.sqrt(math.fsum(terms))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from impl.harness import checkpoint, progress
-from impl.harness.checkpoint import Checkpoint
+from impl.harness import progress, rank_checkpoint, step_folders
 from impl.harness.diagnosis import diagnose
 from impl.harness.processes import is_stopped, signal_name
+from impl.harness.rank_checkpoint import Checkpoint
 from impl.harness.record import CorruptRecord, RunFolder
 from impl.harness.results import from_rows, largest, quartiles
 
@@ -89,12 +89,12 @@ def part(step: int) -> Checkpoint:
 
 def test_checkpoints_keep_the_last_two_and_give_back_what_they_got(tmp_path, alone):
     folder = tmp_path / "checkpoint"
-    assert checkpoint.latest(folder) is None
+    assert step_folders.latest(folder) is None
     for step in (2, 4, 6):
-        checkpoint.save(folder, part(step), 0, alone)
-    assert checkpoint.steps(folder) == [4, 6]
+        rank_checkpoint.save(folder, part(step), 0, alone)
+    assert step_folders.steps(folder) == [4, 6]
     assert (folder / "latest").read_text() == "step-000006\n"
-    found = checkpoint.load(folder, 4, 0, spec="spec", plan="plan")
+    found = rank_checkpoint.load(folder, 4, 0, spec="spec", plan="plan")
     assert (found.step, found.data) == (4, {"place": 4})
     assert all(torch.equal(found.tensors[k], v) for k, v in part(4).tensors.items())
     assert {p.suffix for p in (folder / "step-000006").iterdir()} == {".json", ".safetensors"}
@@ -102,12 +102,12 @@ def test_checkpoints_keep_the_last_two_and_give_back_what_they_got(tmp_path, alo
 
 def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, alone):
     folder = tmp_path / "checkpoint"
-    checkpoint.save(folder, part(2), 0, alone)
+    rank_checkpoint.save(folder, part(2), 0, alone)
     (folder / "step-000004.tmp").mkdir()
     (folder / "step-000004.tmp" / "rank-0.json").write_text("{")
-    assert checkpoint.latest(folder) == 2
-    checkpoint.save(folder, part(4), 0, alone)
-    assert checkpoint.latest(folder) == 4
+    assert step_folders.latest(folder) == 2
+    rank_checkpoint.save(folder, part(4), 0, alone)
+    assert step_folders.latest(folder) == 4
     assert not (folder / "step-000004.tmp").exists()
 
 
@@ -120,11 +120,11 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, alone):
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, alone, spec, plan, cut, message):
-    checkpoint.save(tmp_path, part(2), 0, alone)
+    rank_checkpoint.save(tmp_path, part(2), 0, alone)
     if cut:
         os.truncate(tmp_path / "step-000002" / "rank-0.safetensors", 90)
     with pytest.raises(CorruptRecord, match=message):
-        checkpoint.load(tmp_path, 2, 0, spec=spec, plan=plan)
+        rank_checkpoint.load(tmp_path, 2, 0, spec=spec, plan=plan)
 
 
 class Terminal(io.StringIO):
@@ -154,7 +154,7 @@ def test_progress_rewrites_one_line_on_a_terminal_only(monkeypatch):
 def test_result_of_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [
-        {"event": "step", "step": s, "loss": 5.0 - s, "audited": s == 1, "seconds": {"forward": float(s)}}
+        {"event": "step", "step": s, "loss": 5.0 - s, "slowed": s == 1, "seconds": {"forward": float(s)}}
         for s in (1, 2, 3)
     ]
     rows.insert(2, {"event": "heldout", "step": 2, "loss": 3.5})
