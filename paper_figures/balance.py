@@ -113,6 +113,12 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         "Cost that the plan is accepted and hosted by (planned, claim C11)": sweep_table(
             frame, "cost", {"model_name": "model", **mesh, "cost": "cost"}, (WHOLE, MEMORY, GPU)
         ),
+        "Other optimizers on that mesh (planned)": sweep_table(
+            frame,
+            "optimizer",
+            {"optimizer": "optimizer", "model_name": "model", **mesh, "system_name": "system"},
+            (*NAMES, "lower_bound_gpu"),
+        ),
     }
     intro = (
         "Every ratio is the largest load over the mean, matrices only, and **planned**: exact arithmetic on shapes. "

@@ -44,13 +44,22 @@ def mesh_label(dp: int, tp: int, shared_cores: bool = False) -> str:
 
 
 def meshes(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return the label and the rows of each mesh, in order of size."""
+    """Return the label and the rows of each mesh, in order of size; where there are several optimizers, of each."""
+    several = optimizers(frame)
+    if len(several) > 1:
+        return [(f"{label}, {name}", rows) for name, own in several for label, rows in meshes(own)]
     groups = []
     for dp, tp in sorted(distinct(frame, "dp", "tp")):
         rows = where(frame, dp=dp, tp=tp)
         shared = "shared_cores" in rows and any(v for (v,) in distinct(rows, "shared_cores"))
         groups.append((mesh_label(dp, tp, shared), rows))
     return groups
+
+
+def optimizers(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Return the display name and the rows of each optimizer, in the experiment's order."""
+    column = "optimizer_name" if "optimizer_name" in frame else "optimizer"
+    return [(str(name), where(frame, **{column: name})) for (name,) in distinct(frame, column)]
 
 
 def systems(frame: pd.DataFrame) -> list[tuple[str, str]]:

@@ -97,24 +97,32 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
 
 
 def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
-    """Return the figure: loss curves above, absolute difference to the reference below, one column per mesh."""
+    """Return the figure: loss curves above, absolute difference to the reference below, one column per mesh.
+
+    Each optimizer has rows of its own.
+    """
     style.apply()
-    groups = common.meshes(frame)
+    optimizers = [(name, common.meshes(rows)) for name, rows in common.optimizers(frame)]
     names = [name for _, name in common.systems(frame)]
     colours = style.palette(common.systems(frame))
-    width = style.TWO_COLUMNS_IN if len(groups) > 1 else style.ONE_COLUMN_IN
-    result = Figure(figsize=(width, 3.6), layout="constrained")
-    axes = result.subplots(2, len(groups), squeeze=False, sharex="col", sharey="row", height_ratios=(2, 1))
-    largest = 0.0
-    for column, (mesh, on_mesh) in enumerate(groups):
-        seed = common.distinct(on_mesh, "seed")[0][0]
-        gap = _draw(axes[0][column], axes[1][column], common.where(on_mesh, seed=seed), names, colours)
-        largest = max(largest, gap)
-        axes[0][column].set_title(mesh)
-        axes[1][column].set_xlabel("step")
-    _scale_differences(list(axes[1]), largest)
-    axes[0][0].set_ylabel("training loss, nats")
-    axes[1][0].set_ylabel("|difference\nto SC|, nats")
+    columns = max(len(groups) for _, groups in optimizers)
+    width = style.TWO_COLUMNS_IN if columns > 1 else style.ONE_COLUMN_IN
+    result = Figure(figsize=(width, 3.6 * len(optimizers)), layout="constrained")
+    parts = result.subfigures(len(optimizers), 1, squeeze=False)[:, 0]
+    for part, (name, groups) in zip(parts, optimizers, strict=True):
+        axes = part.subplots(2, columns, squeeze=False, sharex="col", sharey="row", height_ratios=(2, 1))
+        largest = 0.0
+        for axis in axes[:, len(groups) :].flat:
+            axis.set_visible(False)
+        for column, (mesh, on_mesh) in enumerate(groups):
+            seed = common.distinct(on_mesh, "seed")[0][0]
+            gap = _draw(axes[0][column], axes[1][column], common.where(on_mesh, seed=seed), names, colours)
+            largest = max(largest, gap)
+            axes[0][column].set_title(mesh if len(optimizers) == 1 else f"{name}, {mesh}")
+            axes[1][column].set_xlabel("step")
+        _scale_differences(list(axes[1][: len(groups)]), largest)
+        axes[0][0].set_ylabel("training loss, nats")
+        axes[1][0].set_ylabel("|difference\nto SC|, nats")
     result.suptitle("Measured, first seed", fontsize=8)
     return result
 

@@ -153,22 +153,29 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
 
 
 def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
-    """Return the figure: optimizer step and iteration per mesh and system, every repetition as a dot."""
+    """Return the figure: optimizer step and iteration per mesh and system, every repetition as a dot.
+
+    Each optimizer has rows of its own.
+    """
     style.apply()
-    groups = common.meshes(frame)
+    optimizers = [(name, common.meshes(rows)) for name, rows in common.optimizers(frame)]
     names = [name for _, name in common.systems(frame)]
     colours = style.palette(common.systems(frame))
-    height = 0.5 + len(PLOTTED) * (0.7 + 0.2 * len(names))
+    lines = [(phase, name, groups) for name, groups in optimizers for phase in PLOTTED]
+    height = 0.5 + len(lines) * (0.7 + 0.2 * len(names))
     result = Figure(figsize=(style.TWO_COLUMNS_IN, height), layout="constrained")
-    axes = result.subplots(len(PLOTTED), len(groups), squeeze=False, sharey=True)
-    for row, phase in enumerate(PLOTTED):
+    columns = max(len(groups) for _, groups in optimizers)
+    axes = result.subplots(len(lines), columns, squeeze=False, sharey=True)
+    for row, (phase, name, groups) in enumerate(lines):
+        for axis in axes[row][len(groups) :]:
+            axis.set_visible(False)
         for column, (mesh, on_mesh) in enumerate(groups):
             axis = axes[row][column]
             _draw(axis, on_mesh, phase, names, colours)
             axis.set_xlabel(f"{PHASES[phase]}, ms")
             axis.set_ylabel("")
-            if row == 0:
-                axis.set_title(mesh)
+            if row % len(PLOTTED) == 0:
+                axis.set_title(mesh if len(optimizers) == 1 else f"{name}, {mesh}")
     result.suptitle("Measured; bar: median, line: quartiles, dots: repetitions", fontsize=8)
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from pydantic import Field
 
 from impl.canzona.strategies import PlanOptions
 from impl.errors import ConfigError, unknown
+from impl.harness.optimizer_files import OptimizerEntry, with_optimizers
 from impl.harness.planning import Workload, plan_workload, workload
 from impl.harness.spec import Frozen, load_yaml, parse
 from impl.harness.step_time_spec import System
 from impl.harness.tiers import TIERS, Tier
 from impl.models import catalogue
+from impl.optimizers.base import create
+from impl.optimizers.routing import ELEMENTWISE
 
 RATIOS = (
     "flops_ratio",
@@ -87,10 +90,15 @@ class BalanceTier(Frozen):
 
 
 class BalanceSpec(Frozen):
-    """The experiment's file.  ``options`` are planner settings that all plans share."""
+    """The experiment's file.
+
+    optimizer: of all plans but those for ``optimizers``, which are planned on the point's mesh only.
+    options: planner settings that all plans share.
+    """
 
     title: str
     optimizer: str
+    optimizers: tuple[OptimizerEntry, ...] = ()
     options: dict[str, Any]
     systems: tuple[System, ...] = Field(min_length=1)
     tiers: dict[Tier, BalanceTier]
@@ -127,11 +135,18 @@ class BalanceSpec(Frozen):
         for model in t.cost.models:
             for cost in t.cost.costs:
                 yield case("cost", model, p.dp, p.tp, canzona, cost=cost)
+        for entry in self.optimizers:
+            for model in t.models:
+                for system in self.systems:
+                    yield replace(case("optimizer", model, p.dp, p.tp, system), optimizer=entry)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One plan of the experiment; ``sweep`` says which question it belongs to."""
+    """One plan of the experiment; ``sweep`` says which question it belongs to.
+
+    optimizer: of the matrices, None for the experiment's.
+    """
 
     sweep: str
     model: str
@@ -139,14 +154,15 @@ class Case:
     tp: int
     system: System
     options: PlanOptions
+    optimizer: OptimizerEntry | None = None
 
     def keys(self, optimizer: str) -> dict[str, Any]:
-        """Return the columns that say what was planned."""
+        """Return the columns that say what was planned, ``optimizer`` being the experiment's."""
         nv = self.system.strategy == "nv-layerwise"
         return {
             "sweep": self.sweep,
             "model": self.model,
-            "optimizer": optimizer,
+            "optimizer": self.optimizer.id if self.optimizer else optimizer,
             "system": self.system.id,
             "system_name": self.system.name,
             "strategy": self.system.strategy,
@@ -162,7 +178,7 @@ class Case:
 def load(path: str | Path) -> BalanceSpec:
     """Return the experiment of a YAML file; raises :class:`ConfigError` that names the file and the setting."""
     try:
-        return parse(BalanceSpec, load_yaml(path))
+        return parse(BalanceSpec, with_optimizers(Path(path), load_yaml(path)))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -174,8 +190,9 @@ def rows(spec: BalanceSpec, tier: str) -> Iterator[dict[str, Any]]:
     """
 
     @lru_cache(maxsize=1)
-    def load_workload(model: str, tp: int) -> Workload:
-        return workload(catalogue.load(model), spec.optimizer, tp)
+    def load_workload(model: str, tp: int, optimizer: str) -> Workload:
+        rules = {optimizer: create(optimizer, settings.get(optimizer)), ELEMENTWISE: create(ELEMENTWISE)}
+        return workload(catalogue.load(model), optimizer, tp, rules=rules)
 
     @lru_cache(maxsize=1)
     def misfit(model: str, tp: int) -> str | None:
@@ -185,6 +202,7 @@ def rows(spec: BalanceSpec, tier: str) -> Iterator[dict[str, Any]]:
             return str(error)
         return None
 
+    settings = {entry.id: entry.settings for entry in spec.optimizers}
     cases = list(spec.cases(tier))
     names = {model: catalogue.load(model).display_name for model in {c.model for c in cases}}
     for case in cases:
@@ -192,7 +210,8 @@ def rows(spec: BalanceSpec, tier: str) -> Iterator[dict[str, Any]]:
         if reason := misfit(case.model, case.tp):
             yield {**keys, "status": "skipped", "reason": reason}
             continue
-        report = plan_workload(load_workload(case.model, case.tp), case.system.strategy, case.dp, case.options).report
+        load = load_workload(case.model, case.tp, keys["optimizer"])
+        report = plan_workload(load, case.system.strategy, case.dp, case.options).report
         yield {**keys, **_numbers(report), "status": "done"}
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from impl.errors import ConfigError, unknown
+from impl.harness.optimizer_files import OptimizerEntry, with_optimizers
 from impl.harness.pipeline_experiment import PipelineExperiment
 from impl.harness.run import Run
 from impl.harness.spec import Frozen, RunSpec, load_yaml, parse
@@ -35,11 +36,15 @@ class Mesh(Frozen):
 
 
 class StepTimeTier(Frozen):
-    """What ``step-time`` runs on one tier; ``base`` overrides the experiment's base settings."""
+    """What ``step-time`` runs on one tier; ``base`` overrides the experiment's base settings.
+
+    The counts are those of :class:`StepTimeSpec`.
+    """
 
     meshes: tuple[Mesh, ...] = Field(min_length=1)
     repetitions: int = Field(default=20, gt=0)
     warmup: int = Field(default=3, ge=0)
+    timed_steps: int = Field(default=1, gt=0)
     base: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -52,14 +57,18 @@ class PrecisionTier(Frozen):
 
 
 class _Experiment(Frozen):
+    """optimizers: each in runs of its own, beside the one that ``base`` names, if it does."""
+
     title: str
     reference: Id = "sc"
     base: dict[str, Any]
     systems: tuple[System, ...] = Field(min_length=1)
+    optimizers: tuple[OptimizerEntry, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> _Experiment:
         no_duplicates(self.systems)
+        no_duplicates(self.optimizers)
         ids = [s.id for s in self.systems]
         if self.reference not in ids:
             raise ValueError(f"reference {self.reference!r} is not one of the systems {', '.join(ids)}")
@@ -73,11 +82,29 @@ class _Experiment(Frozen):
                 raise unknown("system", left_out, ids)
         return tuple(s for s in self.systems if s.id not in mesh.without)
 
+    def bases(self, *layers: dict[str, Any]) -> Iterator[tuple[str, RunSpec]]:
+        """Yield the settings of every optimizer's runs, ``layers`` over the experiment's, and how their names begin."""
+        shared = merged(self.base, *layers)
+        if "optimizer" in shared or not self.optimizers:
+            yield "", parse(RunSpec, shared)
+        for entry in self.optimizers:
+            if entry.id == shared.get("optimizer"):
+                raise ConfigError(f"optimizer {entry.id!r} is listed twice: in base and in optimizers")
+            yield f"{entry.id}-", parse(RunSpec, entry.over(shared))
+
+    def optimizer_name(self, optimizer: str) -> str:
+        """Return how ``optimizer`` is displayed."""
+        return {entry.id: entry.name for entry in self.optimizers}.get(optimizer, optimizer)
+
 
 class StepTimeExperiment(_Experiment):
-    """Time, bytes and state of one step under every system: one job per mesh."""
+    """Time, bytes and state of one step under every system: one job per mesh and optimizer.
+
+    compare_parameters: whether the systems' parameters are compared at the end of each job.
+    """
 
     kind: Literal["step-time"]
+    compare_parameters: bool = False
     tiers: dict[Tier, StepTimeTier]
 
     def runs(self, tier: str) -> tuple[Run, ...]:
@@ -85,16 +112,23 @@ class StepTimeExperiment(_Experiment):
         chosen = of_tier(self.tiers, tier)
         runs = []
         for mesh in chosen.meshes:
-            base = parse(RunSpec, merged(self.base, chosen.base, {"dp": mesh.dp, "tp": mesh.tp}))
-            spec = StepTimeSpec(base=base, systems=self.on(mesh), repetitions=chosen.repetitions, warmup=chosen.warmup)
-            for system in spec.systems:
-                system.run_spec(base)
-            runs.append(Run(name=mesh.id, command="step-time", spec=spec))
+            for prefix, base in self.bases(chosen.base, {"dp": mesh.dp, "tp": mesh.tp}):
+                spec = StepTimeSpec(
+                    base=base,
+                    systems=self.on(mesh),
+                    repetitions=chosen.repetitions,
+                    warmup=chosen.warmup,
+                    timed_steps=chosen.timed_steps,
+                    compare_parameters=self.compare_parameters,
+                )
+                for system in spec.systems:
+                    system.run_spec(base)
+                runs.append(Run(name=f"{prefix}{mesh.id}", command="step-time", spec=spec))
         return tuple(runs)
 
 
 class PrecisionExperiment(_Experiment):
-    """Loss curves of every system on the same data: one training run per mesh, seed and system."""
+    """Loss curves of every system on the same data: one training run per mesh, seed, optimizer and system."""
 
     kind: Literal["precision"]
     tiers: dict[Tier, PrecisionTier]
@@ -106,11 +140,11 @@ class PrecisionExperiment(_Experiment):
         for mesh in chosen.meshes:
             for seed in chosen.seeds:
                 shared = {"dp": mesh.dp, "tp": mesh.tp, "seed": seed}
-                base = parse(RunSpec, merged(self.base, chosen.base, shared))
-                runs += [
-                    Run(name=f"{s.id}-{mesh.id}-s{seed}", command="train", spec=s.run_spec(base), system=s)
-                    for s in self.on(mesh)
-                ]
+                for prefix, base in self.bases(chosen.base, shared):
+                    runs += [
+                        Run(name=f"{prefix}{s.id}-{mesh.id}-s{seed}", command="train", spec=s.run_spec(base), system=s)
+                        for s in self.on(mesh)
+                    ]
         return tuple(runs)
 
 
@@ -125,7 +159,8 @@ _KINDS: dict[str, type[StepTimeExperiment] | type[PrecisionExperiment] | type[Pi
 def load(path: str | Path) -> Experiment:
     """Return the experiment of a YAML file; raises :class:`ConfigError` that names the file and the setting.
 
-    Where a pipeline experiment's ``tuned`` is a file's name, beside its own, that file's list takes its place.
+    Optimizers whose own file names the experiment are part of it (:func:`with_optimizers`).  Where a pipeline
+    experiment's ``tuned`` is a file's name, beside its own, that file's list takes its place.
     """
     data = load_yaml(path)
     kind = data.get("kind") if isinstance(data, dict) else None
@@ -134,7 +169,7 @@ def load(path: str | Path) -> Experiment:
     with _naming(path):
         if isinstance(tuned := data.get("tuned"), str):
             data["tuned"] = load_yaml(Path(path).parent / tuned)
-        return parse(_KINDS[kind], data)
+        return parse(_KINDS[kind], with_optimizers(Path(path), data))
 
 
 def runs_of(path: str | Path, tier: str) -> tuple[Run, ...]:
@@ -160,7 +195,8 @@ def all_runs(folder: str | Path, tier: str) -> dict[str, tuple[Run, ...]]:
 
 def settings_digest(path: str | Path, tier: str) -> str:
     """Return a hash of what an experiment's file says about ``tier``, in any order; raises :class:`ConfigError`."""
-    data = load_yaml(path)
+    with _naming(path):
+        data = with_optimizers(Path(path), load_yaml(path))
     tiers = data.get("tiers") if isinstance(data, dict) else None
     if not isinstance(tiers, dict):
         raise ConfigError(f"{path}: expected a mapping with tiers")

@@ -1,15 +1,17 @@
 """Times one step of several systems in one process group, alternating between them.
 
 Machines are noisy: only numbers of one repetition are compared.  A repetition visits every system, in an order that
-rotates, and runs two steps of each: the first brings it into the state that training would have it in (the
-parameters of the step before still on their way), the second is timed.
+rotates, and runs at least two steps of each: the first brings it into the state that training would have it in (the
+parameters of the step before still on their way), the others are timed.  All systems start from the same weights and
+see the same data, so their losses are those of one training run and are compared too.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +41,7 @@ class Contestant:
 
     system: System
     trainer: Trainer
+    _losses: list[torch.Tensor] = field(default_factory=list)
 
     def step(self, tokens: torch.Tensor) -> dict[str, float]:
         """Run one step on ``tokens [batch / dp, sequence + 1]``; return seconds by phase.
@@ -47,11 +50,19 @@ class Contestant:
         """
         engine = self.trainer.engine
         engine.begin_step()
-        self.trainer.accumulate(tokens)
+        self._losses.append(self.trainer.accumulate(tokens))
         engine.step(self.trainer.spec.lr)
         seconds = engine.clock.seconds()
         forward_backward = sum(seconds.get(phase, 0.0) for phase in ("forward", "backward", "grad_reduce"))
         return {**seconds, "forward_backward": forward_backward}
+
+    def losses(self) -> list[float]:
+        """Return the mean losses of the steps since the last call, equal on every rank; all must call."""
+        mesh, local = self.trainer.mesh, torch.stack(self._losses)
+        self._losses.clear()
+        shared = local if mesh.tp_rank == 0 else torch.zeros_like(local)  # TP ranks hold the same loss
+        dist.all_reduce(shared, group=mesh.world_group)
+        return (shared / mesh.dp).tolist()
 
     def audited_step(self, tokens: torch.Tensor) -> None:
         """Run one slow step in which every collective is seen, whoever sends it."""
@@ -66,7 +77,7 @@ class Contestant:
 def run(me: Rank) -> None:
     """Measure as this rank of the job in ``me.folder``; rank 0 writes a row per repetition and system, and the record.
 
-    Seconds are those of the slowest rank.
+    Seconds are those of the slowest rank, the mean over the timed steps of a repetition.
     """
     spec: StepTimeSpec = me.settings(StepTimeSpec)
     base = spec.base
@@ -87,15 +98,19 @@ def run(me: Rank) -> None:
         for one in contestants[turn:] + contestants[:turn]:
             dist.barrier(group=mesh.world_group)
             one.step(tokens)
-            seconds = slowest(one.step(tokens), mesh)
+            timed = [slowest(one.step(tokens), mesh) for _ in range(spec.timed_steps)]
             one.trainer.engine.synchronize()
+            losses = one.losses()
             if repetition >= 0 and me.rank == 0:
+                seconds = {phase: statistics.fmean(t[phase] for t in timed) for phase in timed[0]}
+                last = 1 + (repetition + spec.warmup + 1) * (1 + spec.timed_steps)  # after the audited one
                 row = {"repetition": repetition, "system": one.system.id, "seconds": seconds}
+                row |= {"losses": losses, "last_step": last}
                 append_row(me.folder.metrics, {"event": "step_time", "step": repetition, **row})
         if progress is not None and repetition >= 0:
             progress.advance(repetition + 1)
     gc.enable()
-    result = {"systems": {one.system.id: facts(one) for one in contestants}}
+    result = {"systems": {one.system.id: facts(one, compare=spec.compare_parameters) for one in contestants}}
     if me.rank == 0:
         me.folder.finish(spec, "done", result=result)
     dist.barrier(group=mesh.world_group)
@@ -125,8 +140,12 @@ def slowest(seconds: dict[str, float], mesh: Mesh) -> dict[str, float]:
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def facts(one: Contestant) -> dict[str, Any]:
-    """Return what a system's ranks counted, and its plan; every rank must call."""
+def facts(one: Contestant, *, compare: bool) -> dict[str, Any]:
+    """Return what a system's ranks counted, and its plan; every rank must call.
+
+    compare: add the digest of the parameters; raises ``RuntimeError`` if two replicas differ.
+    """
     engine = one.trainer.engine
-    plan = {"nv_version": engine.plan.version, "plan": one.trainer.setup.report}
-    return {**engine_facts(engine, one.trainer.audit), **plan}
+    found = engine_facts(engine, one.trainer.audit)
+    digest = {"params_digest": one.trainer.params_digest()} if compare else {}
+    return {**found, "nv_version": engine.plan.version, "plan": one.trainer.setup.report, **digest}

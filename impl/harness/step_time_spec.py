@@ -31,13 +31,18 @@ class StepTimeSpec(Frozen):
     """One interleaved timing job: every system in the same process group, one after the other in each repetition.
 
     base: the run that all systems share; its ``strategy`` and ``plan.nv_version`` are replaced by each system's.
-    repetitions: timed steps per system; warmup: untimed steps per system before them.
+    repetitions: of every system; warmup: untimed repetitions before them.
+    timed_steps: per repetition, whose mean is its time: as many as the longest period of an optimizer, so that each
+        repetition has the same work.
+    compare_parameters: record a digest of every system's parameters after the last step.
     """
 
     base: RunSpec
     systems: tuple[System, ...] = Field(min_length=1)
     repetitions: int = Field(default=20, gt=0)
     warmup: int = Field(default=3, ge=0)
+    timed_steps: int = Field(default=1, gt=0)
+    compare_parameters: bool = False
 
     @model_validator(mode="after")
     def _distinct(self) -> StepTimeSpec:
@@ -56,4 +61,8 @@ class StepTimeSpec(Frozen):
     @property
     def digest(self) -> str:
         """SHA-256 of the settings; independent of key order."""
-        return canonical_digest(self.resolved() | {"base": self.base.digest})
+        data = self.resolved() | {"base": self.base.digest}
+        for name in ("timed_steps", "compare_parameters"):  # added later: jobs without them keep their names
+            if data[name] == type(self).model_fields[name].default:
+                del data[name]
+        return canonical_digest(data)

@@ -18,10 +18,16 @@ from impl.harness.step_time_spec import StepTimeSpec
 from impl.harness.tiers import Label
 
 Row = dict[str, Any]
-KEYS = ("run", "status", "error", "kind", "model", "optimizer", "dp", "tp", "seed", "system", "system_name")
+KEYS = (
+    *("run", "status", "error", "kind", "model", "optimizer", "optimizer_name", "dp", "tp", "seed"),
+    *("system", "system_name", "reference"),
+)
 PROVENANCE = ("commit", "dirty", "config_digest", "torch", "hardware", "started")
-STEP_TIME_COLUMNS = (*KEYS, "shared_cores", "quantity", "phase", "axis", "rank", "repetition", "value", "unit")
-PRECISION_COLUMNS = (*KEYS, "reference", "step", "loss", "heldout_loss", "params_digest")
+STEP_TIME_COLUMNS = (
+    *(*KEYS, "shared_cores", "params_digest", "quantity", "phase", "axis", "rank", "repetition", "step", "value"),
+    "unit",
+)
+PRECISION_COLUMNS = (*KEYS, "step", "loss", "heldout_loss", "params_digest")
 PIPELINE_KEYS = (
     *("run", "status", "error", "kind", "model", "layers", "method", "settings", "mode", "stages", "seed", "lr"),
     *("steps", "batch", "system", "system_name", "reference", "shared_cores"),
@@ -76,30 +82,34 @@ def collect(experiment: Experiment, tier: str, runs: Path) -> pd.DataFrame:
     for run in experiment.runs(tier):
         record = read_record(runs / run.id)
         if isinstance(experiment, StepTimeExperiment):
-            found = _step_time_rows(run, record)
+            found = _step_time_rows(run, record, _keys(experiment, run, record))
         elif isinstance(experiment, PrecisionExperiment):
-            found = _precision_rows(run, record, experiment.reference)
+            found = _precision_rows(run, record, _keys(experiment, run, record))
         else:
             found = _pipeline_rows(run, record, experiment.reference)
         rows += [row | _provenance(record) for row in found]
     return pd.DataFrame(rows, columns=[*_COLUMNS[experiment.kind], *PROVENANCE])
 
 
-def _step_time_rows(run: Run, record: Record) -> Iterator[Row]:
+def _step_time_rows(run: Run, record: Record, shared: Row) -> Iterator[Row]:
     assert isinstance(run.spec, StepTimeSpec)
-    shared = _shares_cores(record, run.base.world_size)
+    cores = _shares_cores(record, run.base.world_size)
     for system in run.spec.systems:
-        keys = _keys(run, system, record) | {"shared_cores": shared}
+        result = record.result.get("systems", {}).get(system.id) or {}
+        keys = shared | _system(system) | {"shared_cores": cores, "params_digest": result.get("params_digest")}
         found = False
         for event in record.rows:
             if event.get("event") == "step_time" and event.get("system") == system.id:
                 for phase, seconds in event["seconds"].items():
                     found = True
                     yield keys | _value("time", phase, seconds, "s") | {"repetition": event["repetition"]}
+                losses = event.get("losses", [])
+                for step, loss in enumerate(losses, event.get("last_step", 0) - len(losses) + 1):
+                    value = math.nan if loss is None else loss
+                    yield keys | _value("loss", "", value, "nats") | {"repetition": event["repetition"], "step": step}
         if not found:
             status = "unfinished" if record.status == "done" else record.status
             yield keys | _value("time", "iteration", math.nan, "s") | {"status": status}
-        result = record.result.get("systems", {}).get(system.id) or {}
         for phase, axes in (result.get("bytes") or {}).items():
             for axis, count in axes.items():
                 yield keys | _value("bytes", phase, count, "B") | {"axis": axis}
@@ -108,11 +118,12 @@ def _step_time_rows(run: Run, record: Record) -> Iterator[Row]:
                 yield keys | _value("state", part, count, "B") | {"rank": rank}
 
 
-def _precision_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
+def _precision_rows(run: Run, record: Record, shared: Row) -> Iterator[Row]:
     assert run.system is not None
     result = record.result
-    keys = _keys(run, run.system, record) | {
-        "reference": reference,
+    keys = {
+        **shared,
+        **_system(run.system),
         "heldout_loss": result.get("heldout_loss"),
         "params_digest": result.get("params_digest"),
     }
@@ -168,7 +179,7 @@ def _timed_rows(spec: PipelineSpec, record: Record) -> Iterator[Row]:
         yield {"kind": "planned", **vars(number)}
 
 
-def _keys(run: Run, system: Label, record: Record) -> Row:
+def _keys(experiment: StepTimeExperiment | PrecisionExperiment, run: Run, record: Record) -> Row:
     base = run.base
     return {
         "run": run.id,
@@ -177,12 +188,16 @@ def _keys(run: Run, system: Label, record: Record) -> Row:
         "kind": "measured",
         "model": base.model,
         "optimizer": base.optimizer,
+        "optimizer_name": experiment.optimizer_name(base.optimizer),
         "dp": base.dp,
         "tp": base.tp,
         "seed": base.seed,
-        "system": system.id,
-        "system_name": system.name,
+        "reference": experiment.reference,
     }
+
+
+def _system(system: Label) -> Row:
+    return {"system": system.id, "system_name": system.name}
 
 
 def _value(quantity: str, phase: str, value: float, unit: str) -> Row:
