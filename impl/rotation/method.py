@@ -106,12 +106,17 @@ def method(name: str, display_name: str) -> Callable[[M], M]:
 
 
 def registry() -> dict[str, type[Method]]:
-    """Return every method by name, importing the modules of :data:`PACKAGES` first."""
+    """Return every method by name, importing the modules of :data:`PACKAGES` first.
+
+    The name of an optimizer without a method of its own is a method too: PipeDream with that optimizer for matrices.
+    """
     for package_name in PACKAGES:
         package = importlib.import_module(package_name)
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package_name}.{module.name}")
-    return dict(_REGISTRY)
+    from impl.rotation.methods.any_optimizer import of_registry  # which imports this module
+
+    return of_registry() | _REGISTRY
 
 
 def create_method(name: str, settings: dict[str, Any] | None = None) -> Method:
