@@ -189,22 +189,26 @@ def tsqr(tall: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 class Solution(NamedTuple):
     """What :func:`solve` found for one matrix.
 
-    value: None if nothing finite was found.  fallback: whether it took float64.
+    value: None if nothing finite was found.  fallback: whether it took float64 or another method.
     """
 
     value: Tensor | None
     fallback: bool
 
 
-def solve(function: Callable[[Tensor], Tensor], batch: Tensor) -> list[Solution]:
+def solve(
+    function: Callable[[Tensor], Tensor], batch: Tensor, rescue: Callable[[Tensor], Tensor] | None = None
+) -> list[Solution]:
     """Return what ``function`` finds for each ``[q, k]`` of ``batch``: a basis, or another ``[q, q]``.
 
     If the batch fails as a whole, each matrix is tried alone, then in float64, so that one does not harm the others.
+
+    rescue: a sturdier function for float64 instead.
     """
     result = _attempt(function, batch)
     if result is not None:
         return [Solution(value, False) for value in result]
-    return [_solve_alone(function, matrix.unsqueeze(0)) for matrix in batch]
+    return [_solve_alone(function, matrix.unsqueeze(0), rescue) for matrix in batch]
 
 
 def count(state: State, found: Sequence[Solution]) -> bool:
@@ -217,12 +221,14 @@ def count(state: State, found: Sequence[Solution]) -> bool:
     return whole
 
 
-def _solve_alone(function: Callable[[Tensor], Tensor], matrix: Tensor) -> Solution:
+def _solve_alone(
+    function: Callable[[Tensor], Tensor], matrix: Tensor, rescue: Callable[[Tensor], Tensor] | None
+) -> Solution:
     result = _attempt(function, matrix)
     if result is not None:
         return Solution(result[0], False)
-    if matrix.dtype != torch.float64:
-        result = _attempt(function, matrix.double())
+    if matrix.dtype != torch.float64 or rescue is not None:
+        result = _attempt(rescue or function, matrix.double())
         if result is not None:
             return Solution(result[0].to(matrix.dtype), True)
     return Solution(None, False)

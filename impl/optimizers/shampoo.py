@@ -69,7 +69,7 @@ class Shampoo(Optimizer):
     sides gets its momentum, or what it is grafted to.
 
     Of the solver the state counts ``failures``, refreshes of a side in which its root stayed as it was (at first the
-    identity), and ``fallbacks``, those that took float64.
+    identity), and ``fallbacks``, those that took float64, by eigh in any case.
     """
 
     atomic = True
@@ -147,7 +147,8 @@ class Shampoo(Optimizer):
         hyper = self.settings
         factor = torch.stack([s[f"factor.{block.key}"] for s in states]).div_(1.0 - hyper.shampoo_beta**step)
         root = partial(inverse_root.ROOTS[hyper.root], power=power, ridge=hyper.ridge)
-        for state, solution in zip(states, eigenbasis.solve(root, factor), strict=True):
+        rescue = partial(inverse_root.by_eigh, power=power, ridge=hyper.ridge) if hyper.root != "eigh" else None
+        for state, solution in zip(states, eigenbasis.solve(root, factor, rescue), strict=True):
             if eigenbasis.count(state, [solution]) and solution.value is not None:
                 state[f"root.{block.key}"].copy_(solution.value)
 
