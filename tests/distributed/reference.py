@@ -54,10 +54,11 @@ class Reference:
             optimizer, g = self.optimizers[spec.name], summed[spec.name]
             if not optimizer.scale_invariant and clip != 1.0:
                 g = g * clip
-            p = self.parameters[spec.name]
-            p.mul_(1.0 - lr * self.options.weight_decay)
+            update = torch.empty_like(g)
             for rows, state in zip(rows_of(spec), self.states[spec.name], strict=True):
-                p[rows] -= lr * optimizer.update(g[rows].contiguous(), state, self.steps)
+                update[rows] = optimizer.update(g[rows].contiguous(), state, self.steps)
+            p = self.parameters[spec.name]
+            p.mul_(1.0 - lr * self.options.weight_decay).add_(update, alpha=-lr)
         return norm
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
