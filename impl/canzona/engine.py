@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -188,6 +189,7 @@ class Engine:
     def _init_states(self) -> StateStore:
         states = StateStore(self.mesh.device, offload=self.options.offload)
         hosts = self._hosts()
+        first = [0, *accumulate(len(spec.matrices) for spec in self.plan.parameters)]  # the same for blocks as atoms
         for buffer in self._buffers:
             optimizer = self._optimizers[buffer.family.name]
             for run in buffer.runs:
@@ -197,7 +199,7 @@ class Engine:
                     spec = self.plan.parameters[run.parameter]
                     for number, (name, shape) in enumerate(zip(state_names(spec), spec.matrices, strict=True)):
                         state = optimizer.init_state(shape, self.mesh.device)
-                        optimizer.place(state, run.parameter + number)
+                        optimizer.place(state, first[run.parameter] + number)
                         states.add(name, state)
         return states
 
