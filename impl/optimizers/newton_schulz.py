@@ -73,12 +73,12 @@ def normalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     anywhere gives NaN.
     """
     wide = torch.promote_types(torch.promote_types(dtype, matrix.dtype), torch.float32)
-    x = matrix.to(wide)
+    x = matrix.to(wide).contiguous()
     one = torch.ones((), dtype=wide, device=matrix.device)
     peak = torch.linalg.vector_norm(x, ord=float("inf"))
     x = x / torch.where(peak == 0, one, peak)
     norm = torch.linalg.vector_norm(x)
-    return x.div_(torch.where(norm == 0, one, norm)).to(dtype).contiguous()
+    return x.div_(torch.where(norm == 0, one, norm)).to(dtype)
 
 
 def polynomial(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:

@@ -62,19 +62,92 @@ def test_state_bytes_stay_true_after_steps(name):
     assert optimizer.state_bytes((6, 10)) == sum(t.numel() * t.element_size() for t in state.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", registry())
-def test_many_equal_one_by_one(name):
-    """Bit for bit, mixed shapes included, so that neighbours in a group never matter."""
+def test_many_equal_one_by_one(name, dtype):
+    """Bit for bit, mixed and odd shapes included, so that neighbours in a group never matter."""
     optimizer = create(name)
-    sizes = [(6, 10), (10, 6), (6, 10), (4, 4)]
-    grads = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(sizes)]
-    many = [optimizer.init_state(s, CPU) for s in sizes]
-    alone = [optimizer.init_state(s, CPU) for s in sizes]
+    sizes = [(6, 10), (10, 6), (6, 10), (4, 4), (7, 13), (32, 96), (7, 13), (33, 129), (32, 96), (7, 13), (33, 129)]
+    sizes += [(32, 96), (16, 16), (48, 16), (8, 32), (48, 16), (16, 16), (8, 32)]
+    grads = [torch.randn(s, generator=torch.Generator().manual_seed(i), dtype=dtype) for i, s in enumerate(sizes)]
+    many, alone = ([optimizer.init_state(s, CPU, dtype) for s in sizes] for _ in range(2))
     for step in (1, 2):
         together = optimizer.update_many(grads, many, step)
         for i, update in enumerate(together):
             assert torch.equal(update, optimizer.update(grads[i], alone[i], step))
             assert all(torch.equal(many[i][k], alone[i][k]) for k in alone[i])
+    assert optimizer.update_many([], [], 3) == []
+
+
+FULL_PRECISION = {"muon": {"ns_dtype": "float64"}}
+"""Settings of those that compute in less precision than their state by default."""
+
+
+@pytest.mark.parametrize("name", registry())
+def test_float64(name):
+    """State and updates are float64, and no step on the way rounds to fp32."""
+    for settings in ({}, FULL_PRECISION.get(name, {})):
+        optimizer = create(name, settings)
+        first, second = (
+            torch.randn(8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (1, 2)
+        )
+
+        def last(optimizer, *grads):
+            state = optimizer.init_state((8, 8), CPU, torch.float64)
+            assert all(t.dtype == torch.float64 for t in state.values())
+            updates = [optimizer.update(grad, state, step) for step, grad in enumerate(grads, 1)]
+            assert all(update.dtype == torch.float64 for update in updates)
+            assert all(t.dtype == torch.float64 for t in state.values())
+            return updates[-1]
+
+        update = last(optimizer, first, second)
+        assert update.isfinite().all()
+    change = last(optimizer, first, second * (1 + 1e-11 * first)) - update
+    assert 1e-15 < change.norm() / update.norm() < 1e-8
+
+
+@pytest.mark.parametrize("name", registry())
+def test_float32_is_near_float64(name):
+    optimizer = create(name, FULL_PRECISION.get(name, {}))
+    grads = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        state = optimizer.init_state((8, 8), CPU, dtype)
+        found.append([optimizer.update(grad.to(dtype), state, step) for step, grad in enumerate(grads, 1)][-1])
+    assert (found[0] - found[1]).norm() < 1e-2 * found[1].norm()
+
+
+@pytest.mark.parametrize("name", registry())
+def test_counters_are_scalars_of_the_state(name):
+    optimizer, grad, state = fresh(name, (6, 10))
+    for step in (0, 1, 2):
+        if step:
+            optimizer.update(grad, state, step)
+        assert {c: float(state[c]) for c in optimizer.counters} == dict.fromkeys(optimizer.counters, 0.0)
+        assert all(state[c].shape == () for c in optimizer.counters)
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_health(name, shape):
+    """It measures what it says it measures, changes nothing, finds random gradients healthy and NaN not."""
+    optimizer, grad, state = fresh(name, shape)
+    for step in (1, 2, 3):
+        update = optimizer.update(grad + torch.roll(grad, step), state, step)
+    before = [t.clone() for t in (update, *state.values())]
+    found = optimizer.health(state, update)
+    assert all(torch.equal(a, b) for a, b in zip(before, (update, *state.values()), strict=True))
+    assert found.keys() == optimizer.health_metrics.keys()
+    for metric, limit in optimizer.health_metrics.items():
+        assert 0 <= found[metric] <= limit
+    sick = optimizer.health({key: t * float("nan") for key, t in state.items()}, update * float("nan"))
+    assert all(sick[metric] > limit for metric, limit in optimizer.health_metrics.items())
+
+
+@pytest.mark.parametrize("name", registry())
+def test_cost_formula_is_one_line_for_people(name):
+    formula = registry()[name].cost_formula
+    assert formula
+    assert "\n" not in formula
 
 
 @pytest.mark.parametrize("name", registry())
