@@ -65,13 +65,15 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything, then train; returns the exit code.  Raises :class:`ConfigError` before anything is started."""
-    from impl.harness import launch, setup, worker
+    from impl.harness import launch, resuming, setup, worker
     from impl.harness.spec import RunSpec, parse
 
     spec = parse(RunSpec, settings(args))
     if launch.inside_torchrun():
         ranks = launch.torchrun_ranks(spec.world_size, f"dp x tp is {spec.dp} x {spec.tp}")
         setup.check(spec, local_ranks=ranks)
+        resuming.check(spec, args.out)
         return worker.join_run(TARGET, spec, args.out)
     setup.check(spec, local_ranks=spec.world_size)
+    resuming.check(spec, args.out)
     return launch.execute(TARGET, spec, args.out, ranks=spec.world_size, runtime=spec.runtime)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from impl.errors import ConfigError
+from impl.harness.parted_stream import PartedStream
 from impl.harness.spec import DataSpec
 from impl.harness.stream_data import PackedStream
 from impl.harness.text_data import TextStream, embedded_text, read_files, tokenize
@@ -66,7 +67,21 @@ def open_stream(
         tokens = tokenize(texts, tokenizer, spec.source)
         return TextStream(tokens, spec.source, batch=batch, seed=seed, **place)
     opener = _dataset_opener(spec, kind, files)
-    return PackedStream(opener, tokenizer, spec.source, spec.text_field, rows=batch // dp, **place)
+
+    def open_part(part: int, parts: int, heldout_sequences: int) -> PackedStream:
+        return PackedStream(
+            opener,
+            tokenizer,
+            spec.source,
+            spec.text_field,
+            sequence=sequence,
+            rows=batch // parts,
+            dp_rank=part,
+            dp=parts,
+            heldout_sequences=heldout_sequences,
+        )
+
+    return PartedStream(open_part, batch=batch, dp_rank=dp_rank, dp=dp, heldout_sequences=spec.heldout_sequences)
 
 
 def check(spec: DataSpec, *, sequence: int, batch: int, dp: int, vocabulary: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline run, drained or with microbatches in flight, as files of :mod:`impl.harness.checkpoint`.
+"""Checkpoints of a pipeline run, drained or with microbatches in flight, see :mod:`impl.harness.rank_checkpoint`.
 
 A checkpoint is taken by every stage right after the same update: a cut through the schedule that depends on nothing
 else.  Hidden states that are on their way between two stages there are computed again by their sender.
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.harness import checkpoint
-from impl.harness.checkpoint import Checkpoint
+from impl.harness import rank_checkpoint, step_folders
 from impl.harness.pipeline_spec import PipelineSpec
+from impl.harness.rank_checkpoint import Checkpoint
 from impl.harness.record import CorruptRecord, RunFolder
 from impl.rotation import resume
 from impl.rotation.schedule import Schedule
@@ -64,14 +64,14 @@ class Checkpoints:
         for stage in self._stages:
             tensors |= {f"stage-{stage.index}/{key}": t for key, t in resume.state_dict(stage).items()}
         part = Checkpoint(update, self._digest, self._schedule, data, tensors)
-        checkpoint.save(self._folder, part, dist.get_rank(), _world())
+        rank_checkpoint.save(self._folder, part, dist.get_rank(), _world())
 
     def load(self, update: int) -> bool:
         """Let the stages, which must be fresh, go on after ``update``; return ``finite`` of :meth:`save`.
 
         Raises :class:`CorruptRecord` if the checkpoint cannot be read or is not of this run.
         """
-        part = checkpoint.load(self._folder, update, dist.get_rank(), spec=self._digest, plan=self._schedule)
+        part = rank_checkpoint.load(self._folder, update, dist.get_rank(), spec=self._digest, plan=self._schedule)
         try:
             for stage in self._stages:
                 start = f"stage-{stage.index}/"
@@ -86,7 +86,7 @@ class Checkpoints:
 
 def newest(run: RunFolder) -> int:
     """Return the update of the newest complete checkpoint of ``run``, 0 if there is none."""
-    return checkpoint.latest(run.checkpoints) or 0
+    return step_folders.latest(run.checkpoints) or 0
 
 
 def agreed(update: int, device: torch.device) -> int:

@@ -70,6 +70,8 @@ class RunSpec(Frozen):
     optimizer: for matrices; everything else uses AdamW.  ``optimizer_settings``/``adamw_settings`` are their
         hyper-parameters.
     frozen: parameters that are not trained, as glob patterns over Megatron names.
+    resume_from: folder of another run, or of one of its checkpoints, whose state this one goes on from; it may have
+        another mesh, strategy and reduction (docs/checkpoints.md).
     """
 
     model: str
@@ -92,6 +94,7 @@ class RunSpec(Frozen):
     eval_every: int = Field(default=20, ge=0)
     checkpoint_every: int = Field(default=0, ge=0)
     init_from: str | None = None
+    resume_from: str | None = None
     schedule: ScheduleSpec = ScheduleSpec()
     data: DataSpec = DataSpec()
     plan: PlanOptions = PlanOptions()
@@ -126,6 +129,8 @@ class RunSpec(Frozen):
         """SHA-256 of the settings that decide the result: independent of key order, ``runtime`` timings excluded."""
         data = self.resolved()
         data["runtime"] = {k: data["runtime"][k] for k in ("device", "deterministic", "threads")}
+        if data["resume_from"] is None:  # added later: runs without it keep their names
+            del data["resume_from"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -6,7 +6,8 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from impl.canzona.audit import Audit
 from impl.canzona.collectives import same_on_all_ranks
 from impl.canzona.engine import Engine, EngineOptions
 from impl.canzona.mesh import Mesh
-from impl.harness import checkpoint, results
+from impl.harness import results, resuming, step_folders
+from impl.harness.checkpoint import Checkpoints, Meta
 from impl.harness.data import TokenStream, open_stream
 from impl.harness.progress import Progress
 from impl.harness.record import RunFolder, append_row, cut_rows
@@ -24,10 +26,12 @@ from impl.harness.schedule import learning_rate
 from impl.harness.setup import Setup, device_type, prepare
 from impl.harness.spec import RunSpec
 from impl.harness.worker import Rank
-from impl.models import gpt, weights
+from impl.models import gpt, hf_layout, weights
 from impl.models.gpt import PortableGPT
 from impl.optimizers import routing
 
+CHECKPOINT_TIMEOUT = timedelta(hours=1)
+"""Ranks wait for each other's files in the background; one that has died is noticed by the training itself."""
 HELDOUT_CHUNK = 8
 """Most sequences of one held-out forward; never more than a microbatch, which is known to fit."""
 
@@ -43,9 +47,11 @@ def train(me: Rank) -> None:
     mesh = Mesh.create(spec.dp, spec.tp, device, timeout=timedelta(seconds=spec.runtime.collective_timeout_s))
     progress = Progress(me.terminal, spec.steps, spec.runtime.heartbeat_s) if me.terminal is not None else None
     trainer = build(spec, setup, mesh, me.folder, progress)
+    trainer.checkpoints = open_checkpoints(setup, mesh, me.folder)
     first = trainer.resume() + 1
     trainer.announce(first)
     status = trainer.run(first)
+    trainer.checkpoints.wait()
     result = trainer.result(status, first - 1)
     if me.rank == 0:
         me.folder.finish(spec, status, result=result)
@@ -85,12 +91,21 @@ def build(
     return Trainer(spec, setup, mesh, model, engine, stream, folder, progress)
 
 
+def open_checkpoints(setup: Setup, mesh: Mesh, folder: RunFolder) -> Checkpoints:
+    """Return the checkpoints of the run in ``folder``; all ranks of ``mesh`` must call."""
+    ranks = list(range(mesh.dp * mesh.tp))
+    group = cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", timeout=CHECKPOINT_TIMEOUT))
+    unpadded = {p.name: hf_layout.unpadded(setup.model, p) for p in setup.model.parameters(mesh.tp)}
+    return Checkpoints(folder.checkpoints, group, unpadded)
+
+
 @dataclass
 class Trainer:
     """One rank's model, engine and data.  Every rank calls the methods in the same order.
 
     progress: on rank 0 only, which also writes ``metrics.jsonl``.
     audit: all collectives of the first step that this process ran, by phase.
+    checkpoints: None where the run has none.
     """
 
     spec: RunSpec
@@ -102,6 +117,7 @@ class Trainer:
     folder: RunFolder
     progress: Progress | None
     audit: dict[str, Any] | None = None
+    checkpoints: Checkpoints | None = None
 
     @property
     def rank(self) -> int:
@@ -126,25 +142,35 @@ class Trainer:
             self.say(f"resuming after step {first - 1}")
 
     def resume(self) -> int:
-        """Load the last checkpoint, if there is one; return the number of steps that are done."""
-        found = checkpoint.latest(self.folder.checkpoints) or 0 if self.rank == 0 else 0
-        newest = torch.tensor([found], device=self.mesh.device)
+        """Load the run's last checkpoint or else that of ``resume_from``; return the number of steps that are done."""
+        assert self.checkpoints is not None
+        found = [self._start() if self.rank == 0 else None]
         # rank 0 decides: file systems of other machines may lag behind
-        dist.broadcast(newest, group=self.mesh.world_group, group_src=0)
-        step = int(newest)
+        dist.broadcast_object_list(found, group=self.checkpoints.group, group_src=0)
+        if found[0] is None:
+            meta = None
+        elif isinstance(found[0], int):
+            meta = self.checkpoints.load_own(found[0], self.engine, self.spec.digest)
+        else:
+            advice = f"give another resume_from than {self.spec.resume_from}"
+            meta = self.checkpoints.load(Path(found[0]), self.engine, advice)
         if self.rank == 0:
-            cut_rows(self.folder.metrics, step)
-        if step:
-            part = checkpoint.load(
-                self.folder.checkpoints,
-                step,
-                self.rank,
-                spec=self.spec.digest,
-                plan=self.setup.plan.digest,
-            )
-            self.engine.load_state_dict(part.tensors)
-            self.stream.load_state_dict(part.data)
-        return step
+            cut_rows(self.folder.metrics, meta.step if meta else 0)
+        if meta is None:
+            return 0
+        self.stream.load_state_dict(meta.data)
+        if isinstance(found[0], str):
+            self.say(f"going on from {found[0]} ({meta.origin})")
+            if self.spec.checkpoint_every:
+                self.save(meta.step)  # from here on the other run is not needed
+        return meta.step
+
+    def _start(self) -> int | str | None:
+        """Return the step of the run's own newest checkpoint, or else the folder that ``resume_from`` means."""
+        own = step_folders.latest(self.folder.checkpoints)
+        if own is None and self.spec.resume_from is not None:
+            return str(resuming.find(self.spec.resume_from))
+        return own
 
     def run(self, first: int) -> str:
         """Run the steps from ``first`` on; return ``done`` or ``diverged``."""
@@ -224,12 +250,11 @@ class Trainer:
         return math.fsum(sums.tolist()) / len(heldout)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint."""
-        self.engine.synchronize()
-        part = checkpoint.Checkpoint(
-            step, self.spec.digest, self.setup.plan.digest, self.stream.state_dict(), self.engine.state_dict()
-        )
-        checkpoint.save(self.folder.checkpoints, part, self.rank, self.mesh.world_group)
+        """Start to write a checkpoint, which goes on while the training does."""
+        assert self.checkpoints is not None
+        spec = self.spec
+        meta = Meta(step, spec.digest, self.setup.plan.digest, spec.resolved(), self.stream.state_dict())
+        self.checkpoints.save(self.engine, meta)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to ``metrics.jsonl`` on rank 0."""

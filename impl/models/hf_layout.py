@@ -41,6 +41,11 @@ def hf_names(spec: ParamSpec) -> tuple[str, ...]:
     return tuple(f"model.layers.{number}.{name}" for name in _IN_LAYER[rest])
 
 
+def unpadded(config: ModelConfig, spec: ParamSpec) -> tuple[int, ...]:
+    """Return the shape of the whole parameter without vocabulary padding, whatever tensor-parallel degree padded it."""
+    return (config.arch.vocab_size, *spec.shape[1:]) if spec.name in _TABLES else spec.shape
+
+
 def hf_shapes(config: ModelConfig, spec: ParamSpec) -> dict[str, tuple[int, ...]]:
     """Return the shape of each Hugging Face tensor in ``spec``, padding left out."""
     arch, named = config.arch, hf_names(spec)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from impl.harness import pipeline_checkpoint
+from impl.harness import step_folders
 from impl.harness.pipeline_checkpoint import Checkpoints
 from impl.harness.pipeline_run import execute, prepare
 from impl.harness.pipeline_spec import PipelineSpec
@@ -55,7 +55,7 @@ def straight_and_resumed(rank, world, cases, folder):
         whole = Seen()
         found = finish(*start(whole)) | {"losses": whole.losses, "resumed": {}}
         # a later run writes the same checkpoints again
-        for update in pipeline_checkpoint.checkpoint.steps(run.checkpoints):
+        for update in step_folders.steps(run.checkpoints):
             rest = Rest()
             runner, checkpoints = start(rest)
             runner.resume(update, checkpoints)
