@@ -22,6 +22,7 @@ localrules:
     balance,
     step_time,
     precision,
+    generality,
     staleness,
     rotation,
     sweep,
@@ -39,6 +40,7 @@ rule all:
         rendered("balance"),
         rendered("step_time"),
         rendered("precision"),
+        rendered("generality"),
 
 
 # Asynchronous pipelines at the sizes of the tier, about a quarter of an hour on two cores.
@@ -54,6 +56,7 @@ rule full:
         rendered("balance"),
         rendered("step_time"),
         rendered("precision"),
+        rendered("generality"),
         rendered("staleness"),
         rendered("rotation"),
         rendered("sweep"),
@@ -79,6 +82,11 @@ rule step_time:
 rule precision:
     input:
         rendered("precision"),
+
+
+rule generality:
+    input:
+        rendered("generality"),
 
 
 rule staleness:

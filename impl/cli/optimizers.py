@@ -104,7 +104,9 @@ def type_text(annotation: Any, limits: Sequence[Any] = ()) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join("null" if part is types.NoneType else type_text(part) for part in inner)
     if origin in (tuple, list):
-        return f"[{', '.join(dict.fromkeys(map(type_text, inner)))}{' each' if len(set(inner)) < len(inner) else ''}]"
+        parts = [type_text(part) for part in inner]
+        same = len(parts) > 1 and len(set(parts)) == 1
+        return f"[{parts[0]} each]" if same else f"[{', '.join(parts)}]"
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [f"{sign} {getattr(x, key):g}" for x in limits for key, sign in signs.items() if hasattr(x, key)]
     return " ".join([getattr(annotation, "__name__", str(annotation)), ", ".join(found)]).strip()

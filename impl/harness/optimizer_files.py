@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from impl.errors import ConfigError, unknown
-from impl.harness.spec import Frozen, load_yaml, parse
+from impl.harness.spec import Frozen, RunSpec, load_yaml, parse
 from impl.harness.tiers import Id, Label, merged
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "optimizers"
@@ -85,14 +85,15 @@ def with_optimizers(path: Path, data: Any) -> Any:
     if where is None:
         return data
     files = read(path.parent / "optimizers")
+    for file in files.values():
+        _check_names(file, path.parent)
     listed = data.get(where) or []
     if where == "optimizers":
         listed = [_expanded(entry, files) for entry in listed]
-    added = [
-        _addition(file, where, file.experiments[path.stem])
-        for file in files.values()
-        if path.stem in file.experiments and _check_names(file, path.parent)
-    ]
+    here = [file for file in files.values() if path.stem in file.experiments]
+    added = [_addition(file, where, file.experiments[path.stem]) for file in here]
+    if added and not listed and isinstance(data.get("base"), dict):  # what it compares by itself stays
+        data = {**data, "base": {"optimizer": RunSpec.model_fields["optimizer"].default, **data["base"]}}
     return {**data, where: [*listed, *added]} if listed or added else data
 
 
@@ -121,9 +122,10 @@ def _addition(file: OptimizerFile, where: str, own: dict[str, Any] | None) -> di
     return entry
 
 
-def _check_names(file: OptimizerFile, folder: Path) -> bool:
-    known = [path.stem for path in folder.glob("*.yaml") if _list_of(path.stem, load_yaml(path))]
+def _check_names(file: OptimizerFile, folder: Path) -> None:
+    known = {path.stem: path for path in folder.glob("*.yaml")}
     for name in file.experiments:
         if name not in known:
             raise unknown(f"experiment in optimizers/{file.name}.yaml", name, known)
-    return True
+        if _list_of(name, load_yaml(known[name])) is None:
+            raise ConfigError(f"optimizers/{file.name}.yaml: {name}.yaml is no experiment that compares optimizers")
