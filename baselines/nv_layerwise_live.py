@@ -82,7 +82,7 @@ class LiveLayerWise(Engine):
 
     def _clip(self, scale: float) -> None:
         for buffer in self._buffers:
-            if scale != 1.0 and not self._optimizers[buffer.family.name].scale_invariant:
+            if scale != 1.0 and not self.updater.optimizers[buffer.family.name].scale_invariant:
                 for piece in buffer.family.pieces(self.mesh.dp_rank):
                     buffer.gradient(piece.start, piece.end).mul_(scale)
 
@@ -111,17 +111,17 @@ class LiveLayerWise(Engine):
     def _state(self, master: nn.Parameter) -> State:
         buffer, index = self._home[master]
         name, low, high = _place(buffer, index)
-        state = self._states[name]
+        state = self.updater.states[name]
         return state if buffer.family.atomic else {key: tensor[low:high] for key, tensor in state.items()}
 
     def _rule(self, master: nn.Parameter, gradient: Tensor, state: State) -> Tensor:
         buffer, index = self._home[master]
-        rule = self._optimizers[buffer.family.name]
+        rule = self.updater.optimizers[buffer.family.name]
         if not buffer.family.atomic:
-            return rule.update(gradient.view(-1), state, self._step).view(master.shape)
+            return rule.update(gradient.view(-1), state, self.steps).view(master.shape)
         exchange = Exchange(MicroGroup((index,), (EVERY,)), self.plan.parameters, {index: gradient}, self._tp)
         result: dict[int, Tensor] = {}
-        run_pipelined([exchange], lambda whole: {index: rule.update(whole[index], state, self._step)}, result.update)
+        run_pipelined([exchange], lambda whole: {index: rule.update(whole[index], state, self.steps)}, result.update)
         return result[index]
 
 

@@ -14,13 +14,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from impl.canzona.buffers import FamilyBuffer, Run, trainable
+from impl.canzona.buffers import FamilyBuffer, trainable
 from impl.canzona.clock import Clock
 from impl.canzona.collectives import (
     Communicator,
@@ -29,15 +28,13 @@ from impl.canzona.collectives import (
     same_on_all_ranks,
     sum_in_order,
 )
-from impl.canzona.exchange import Exchange, run_pipelined
-from impl.canzona.health import Health, counters
+from impl.canzona.health import counters
 from impl.canzona.mesh import Mesh
 from impl.canzona.norm import clip_scale, global_norm, not_finite
-from impl.canzona.plan import EVERY, Plan
+from impl.canzona.plan import Plan
 from impl.canzona.reducer import GradientReducer
-from impl.canzona.states import StateStore, state_names
 from impl.canzona.synchronizer import ParameterSynchronizer
-from impl.models.sharding import join, split
+from impl.canzona.updater import Updater
 from impl.optimizers.base import Optimizer, State
 
 
@@ -107,13 +104,11 @@ class Engine:
         self.world = Communicator(mesh.world_group, "world", self.ledger)
         modules = trainable(model, plan)
         self._buffers = [FamilyBuffer(plan, family, modules, mesh.dp_rank) for family in plan.families]
-        self._optimizers = {family.name: optimizers[family.optimizer] for family in plan.families}
+        rules = {family.name: optimizers[family.optimizer] for family in plan.families}
+        decay, offload = self.options.weight_decay, self.options.offload
+        self.updater = Updater(plan, mesh, self._buffers, rules, self._tp, weight_decay=decay, offload=offload)
         self._reducer = GradientReducer(self._buffers, make_reduction(self.options.reduction, self._dp), mesh.dp)
         self._synchronizer = ParameterSynchronizer(model, self._buffers, self._dp, self.clock)
-        self._rules = list({o.name: o for o in self._optimizers.values()}.values())
-        self.health = Health(self._rules)
-        self._states = self._init_states()
-        self._step = 0
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -144,11 +139,11 @@ class Engine:
         with self.clock("grad_norm"):
             norm = global_norm(self._buffers, self.plan, self.mesh, self.world)
             bad = () if math.isfinite(norm) else not_finite(self._buffers, self.plan, self.mesh, self.world)
-        self.health.start(measure=measure)
+        self.updater.health.start(measure=measure)
         if bad:
             return StepInfo(norm, 1.0, bad)
         scale = clip_scale(norm, self.options.clip)
-        self._step += 1
+        self.updater.steps += 1
         with self.clock("param_sync"):
             self._synchronizer.wait()  # buckets that no forward needed are still on their way
         with self.clock("optimizer_step"):
@@ -181,87 +176,13 @@ class Engine:
         self.clock.reset()
         self.ledger.reset()
 
-    def _hosts(self) -> dict[int, int]:
-        """Return the hosts of the matrices that this DP rank owns."""
-        groups = self.plan.micro_groups[self.mesh.dp_rank]
-        return {p: host for group in groups for p, host in zip(group.parameters, group.hosts, strict=True)}
-
-    def _init_states(self) -> StateStore:
-        states = StateStore(self.mesh.device, offload=self.options.offload)
-        hosts = self._hosts()
-        first = [0, *accumulate(len(spec.matrices) for spec in self.plan.parameters)]  # the same for blocks as atoms
-        for buffer in self._buffers:
-            optimizer = self._optimizers[buffer.family.name]
-            for run in buffer.runs:
-                if run.parameter is None:
-                    states.add(run.name, optimizer.init_state((run.end - run.start,), self.mesh.device))
-                elif hosts[run.parameter] in (self.mesh.tp_rank, EVERY):
-                    spec = self.plan.parameters[run.parameter]
-                    for number, (name, shape) in enumerate(zip(state_names(spec), spec.matrices, strict=True)):
-                        state = optimizer.init_state(shape, self.mesh.device)
-                        optimizer.place(state, first[run.parameter] + number)
-                        states.add(name, state)
-        return states
-
     def _update(self, lr: float, scale: float) -> None:
-        """Update what this rank owns; the gradients of scale-dependent optimizers are first multiplied by ``scale``."""
-        for buffer in self._buffers:
-            optimizer = self._optimizers[buffer.family.name]
-            factor = 1.0 if optimizer.scale_invariant else scale
-            (self._step_atomic if buffer.family.atomic else self._step_elementwise)(buffer, optimizer, lr, factor)
+        """Update what this rank owns."""
+        self.updater.update(lr, scale)
 
     def _publish(self) -> None:
         """Start to bring the new parameters to the other DP ranks."""
         self._synchronizer.start()
-
-    def _step_elementwise(self, buffer: FamilyBuffer, optimizer: Optimizer, lr: float, factor: float) -> None:
-        visit = self._states.visit([[run.name] for run in buffer.runs])
-        for run in buffer.runs:
-            gradient = buffer.gradient(run.start, run.end)
-            if factor != 1.0:
-                gradient.mul_(factor)
-            states = visit.take()
-            update = optimizer.update(gradient, states[0], self._step)
-            self.health.observe(optimizer, states, [update])
-            visit.give_back(states)
-            self._apply(buffer, run, update, lr)
-
-    def _step_atomic(self, buffer: FamilyBuffer, optimizer: Optimizer, lr: float, factor: float) -> None:
-        runs = {run.parameter: run for run in buffer.runs if run.parameter is not None}
-        gradients: dict[int, Tensor] = {}
-        for index, run in runs.items():
-            shape = self.plan.parameters[index].local_shape(self.mesh.tp)
-            gradients[index] = buffer.gradient(run.start, run.end).view(shape)
-            if factor != 1.0:
-                gradients[index].mul_(factor)
-        exchanges = [
-            Exchange(group, self.plan.parameters, gradients, self._tp)
-            for group in self.plan.micro_groups[self.mesh.dp_rank]
-            if group.parameters[0] in runs
-        ]
-
-        specs = self.plan.parameters
-        visit = self._states.visit([[n for i in e.hosted for n in state_names(specs[i])] for e in exchanges])
-
-        def compute(whole: dict[int, Tensor]) -> dict[int, Tensor]:
-            matrices = [m for i in whole for m in split(whole[i], specs[i])]
-            states = visit.take()
-            updates = optimizer.update_many(matrices, states, self._step)
-            self.health.observe(optimizer, states, updates)
-            visit.give_back(states)
-            parts = iter(updates)
-            return {i: join([next(parts) for _ in specs[i].matrices], specs[i]) for i in whole}
-
-        def apply(updates: dict[int, Tensor]) -> None:
-            for index, update in updates.items():
-                self._apply(buffer, runs[index], update.reshape(-1), lr)
-
-        run_pipelined(exchanges, compute, apply)
-
-    def _apply(self, buffer: FamilyBuffer, run: Run, update: Tensor, lr: float) -> None:
-        master = buffer.masters[run.name]
-        master.mul_(1.0 - lr * self.options.weight_decay).add_(update, alpha=-lr)
-        buffer.publish(run)
 
     def _sum_partial_gradients(self) -> None:
         """Sum the gradients that cover only one TP rank's heads (q/k-norm), in rank order."""
@@ -287,7 +208,7 @@ class Engine:
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of fp32 masters and of optimizer state on this rank."""
-        return {"master": sum(buffer.master_bytes() for buffer in self._buffers), "state": self._states.bytes()}
+        return {"master": sum(buffer.master_bytes() for buffer in self._buffers), "state": self.updater.states.bytes()}
 
     @property
     def buffers(self) -> tuple[FamilyBuffer, ...]:
@@ -297,44 +218,32 @@ class Engine:
     @property
     def states(self) -> Mapping[str, State]:
         """The state of what this rank updates: by run, of a split matrix by :func:`state_names`."""
-        self._states.settle()
-        return self._states
+        self.updater.states.settle()
+        return self.updater.states
 
     @property
     def steps(self) -> int:
         """Steps that were not skipped."""
-        return self._step
+        return self.updater.steps
 
     def counters(self) -> dict[str, int]:
         """Return what the optimizers of matrices counted so far, as ``optimizer.counter``; all ranks must call."""
-        return counters(self._once(), self._rules, self.world, self.mesh.device)
+        return counters(self.updater.counted_here(), self.updater.rules, self.world, self.mesh.device)
 
     def worst_health(self) -> dict[str, float]:
         """Return the worst of what a step with ``measure`` measured (:meth:`Health.worst`); all ranks must call."""
-        return self.health.worst(self.world, self.mesh.device)
+        return self.updater.health.worst(self.world, self.mesh.device)
 
-    def _once(self) -> Iterator[tuple[Optimizer, State]]:
-        """Yield the states of this rank's matrices, those that several ranks hold only on the first of them."""
-        hosts = self._hosts()
-        states = self.states
-        for buffer in self._buffers:
-            repeated = {slot.parameter for slot in buffer.family.slots if slot.owner == EVERY}
-            for run in buffer.runs:
-                if run.parameter is None or (run.parameter in repeated and self.mesh.dp_rank > 0):
-                    continue
-                if hosts[run.parameter] == self.mesh.tp_rank or (
-                    hosts[run.parameter] == EVERY and not self.mesh.tp_rank
-                ):
-                    for name in state_names(self.plan.parameters[run.parameter]):
-                        yield self._optimizers[buffer.family.name], states[name]
+    def alarms(self, worst: Mapping[str, float]) -> list[str]:
+        """Return a line for each value of :meth:`worst_health` that is not healthy."""
+        return self.updater.health.alarms(worst)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's own part: step, masters of what it owns, states of what it hosts.  No copies."""
-        self._states.settle()
-        out = {"step": torch.tensor(self._step)}
+        out = {"step": torch.tensor(self.steps)}
         for buffer in self._buffers:
             out |= {f"master/{name}": master for name, master in buffer.masters.items()}
-        for name, state in self._states.items():
+        for name, state in self.states.items():
             out |= {f"state/{name}/{key}": tensor for key, tensor in state.items()}
         return out
 
@@ -354,7 +263,7 @@ class Engine:
     @torch.no_grad()
     def adopt(self, steps: int) -> None:
         """Go on after ``steps`` steps from masters and states that were just written; all ranks must call."""
-        self._step = steps
+        self.updater.steps = steps
         for buffer in self._buffers:
             for run in buffer.runs:
                 buffer.publish(run)

@@ -235,7 +235,7 @@ def run_health(rank: int, world: int, dp: int, tp: int) -> list[Any]:
                 if key.startswith("basis"):
                     tensor *= 1.1
         advance(model, engine, 2, measure=True)
-        alarms = engine.health.alarms(engine.worst_health())
+        alarms = engine.alarms(engine.worst_health())
         out.append((unasked, worst, counted, alarms))
     return out
 
