@@ -7,7 +7,8 @@ twins of tests/unit/test_twins.py this ties each layout to the papers' formulas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from impl.canzona.engine import Engine, EngineOptions
 from impl.canzona.mesh import Mesh
+from impl.canzona.states import state_names
 from impl.canzona.strategies import PlanOptions, make_plan
-from impl.models.parameters import ParamSpec
+from impl.models.parameters import Fragment, ParamSpec
 from impl.models.sharding import shard
 from impl.optimizers.base import Optimizer, create, registry
 from tests.distributed.ranks import run_ranks
@@ -45,6 +47,15 @@ MIXED = (
     ParamSpec("b_row.weight", (1, 9)),
 )
 """Square, tall, wide, a row, odd sides; cut by rows, by columns, in two blocks, and not at all."""
+QKV = tuple(
+    Fragment(name, tuple((group * 7 + low, group * 7 + high) for group in range(2)))
+    for name, low, high in (("q", 0, 3), ("k", 3, 5), ("v", 5, 7))
+)
+"""Two groups of [3 q | 2 k | 2 v] rows: what one kind of head has lies apart."""
+GATE_UP = (Fragment("gate", ((0, 8),)), Fragment("up", ((8, 16),)))
+INSIDE = {"a_qkv.weight": QKV, "a_fc1.weight": GATE_UP}
+SPLIT = tuple(dataclasses.replace(spec, fragments=INSIDE.get(spec.name, ())) for spec in MIXED)
+"""The same with the layout of its two fused matrices."""
 FEW = (ParamSpec("only.weight", (6, 4), tp_dim=0), ParamSpec("norm.weight", (3,)))
 """One matrix: on most meshes there are more ranks than that."""
 
@@ -71,7 +82,10 @@ Kind = Literal["noise", "zero", "rank-1"]
 
 @dataclass(frozen=True)
 class Case:
-    """A run of the toy: ``optimizer`` on its matrices, or on everything if it is elementwise."""
+    """A run of the toy: ``optimizer`` on its matrices, or on everything if it is elementwise.
+
+    poison: between the steps there are two whose gradient is not finite, on the last DP rank alone.
+    """
 
     optimizer: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -82,10 +96,14 @@ class Case:
     steps: int = 3
     microbatches: int = 1
     dtype: str = "float32"
+    split: Literal["none", "update", "atoms"] = "none"
+    offload: bool = False
+    poison: bool = False
 
     def __str__(self) -> str:
-        what = f"{self.kind} {len(self.specs)} x{self.microbatches} {self.dtype}"
-        return f"{self.optimizer} {dict(self.settings)} {self.strategy} {self.nv_version} {what}"
+        system = f"{self.strategy} {self.nv_version} split={self.split} offload={self.offload}"
+        what = f"{self.kind} {len(self.specs)} x{self.microbatches} {self.dtype} poison={self.poison}"
+        return f"{self.optimizer} {dict(self.settings)} {system} {what}"
 
     def optimizers(self) -> dict[str, Optimizer]:
         return {"adamw": create("adamw"), self.optimizer: create(self.optimizer, dict(self.settings))}
@@ -122,6 +140,8 @@ def cases() -> list[Case]:
             {"specs": FEW},
             {"microbatches": 4, "steps": 2},
             {"dtype": "bfloat16"},
+            {"specs": SPLIT, "split": "update", "offload": True},
+            {"specs": SPLIT, "split": "atoms", "poison": True},
         ]
         for place, changes in enumerate(awkward):
             strategy, version = SYSTEMS[(number + place) % len(SYSTEMS)]
@@ -137,19 +157,41 @@ def run_cases(rank: int, world: int, dp: int, tp: int, todo: list[Case]) -> list
 def run_case(mesh: Mesh, case: Case) -> dict[str, Tensor]:
     """Return this rank's parameters, masters and states after the last step, by names as in the engine's state."""
     model = Toy(random_tensors(case.specs, 1), case.specs, mesh.tp, mesh.tp_rank, case.torch_dtype)
-    options = PlanOptions(bucket_elements=100, nv_version=case.nv_version, fallback=False)  # type: ignore[arg-type]
-    plan = make_plan(case.strategy, case.specs, list(case.routed().values()), mesh.dp, mesh.tp, options)
-    engine = Engine(model, plan, case.optimizers(), mesh, OPTIONS)
+    planning = PlanOptions(bucket_elements=100, nv_version=case.nv_version, fallback=False, split=case.split)  # type: ignore[arg-type]
+    plan = make_plan(case.strategy, case.specs, list(case.routed().values()), mesh.dp, mesh.tp, planning)
+    engine = Engine(model, plan, case.optimizers(), mesh, dataclasses.replace(OPTIONS, offload=case.offload))
     for step in range(case.steps):
-        engine.begin_step()
+        if case.poison:
+            skip_two(model, engine, case, step)
         for micro in range(case.microbatches):
             loss = model.loss(case.gradient(mesh.dp_rank, step, micro)) / case.microbatches
             with engine.microbatch(last=micro == case.microbatches - 1):
                 loss.backward()
-        engine.step(LR * (1 + step))
+        info = engine.step(LR * (1 + step))
+        assert not info.skipped, case
+    return contents(model, engine)
+
+
+def contents(model: Toy, engine: Engine) -> dict[str, Tensor]:
     engine.synchronize()
     out = {f"parameter/{name}": tensor for name, tensor in model.local().items()}
     return out | {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+
+
+def skip_two(model: Toy, engine: Engine, case: Case, step: int) -> None:
+    """Two steps with a gradient that is not finite: nothing at all changes, and each rank learns the name."""
+    before = contents(model, engine)
+    for name, value in (("b_odd.weight", float("nan")), ("a_norm.weight", float("inf"))):
+        gradient = case.gradient(engine.mesh.dp_rank, step, 7)
+        if engine.mesh.dp_rank == engine.mesh.dp - 1:
+            gradient[name].view(-1)[3] = value
+        with engine.microbatch(last=True):
+            model.loss(gradient).backward()
+        info = engine.step(LR)
+        assert info.not_finite == (name,), (str(case), info)
+        after = contents(model, engine)
+        changed = [key for key, tensor in before.items() if not torch.equal(tensor, after[key])]
+        assert not changed, (str(case), changed)
 
 
 def reference(case: Case, dp: int, tp: int) -> Reference:
@@ -159,8 +201,11 @@ def reference(case: Case, dp: int, tp: int) -> Reference:
         return {name: tensor.to(case.torch_dtype).float() for name, tensor in tensors.items()}
 
     twin = Reference(rounded(random_tensors(case.specs, 1)), case.specs, case.routed(), OPTIONS, tp)
-    for index, spec in enumerate(case.specs):
-        twin.optimizers[spec.name].place(twin.states[spec.name], index)
+    index = 0  # of the matrix, whichever parameter it is part of
+    for spec in case.specs:
+        for state in twin.states[spec.name]:
+            twin.optimizers[spec.name].place(state, index)
+            index += 1
     for step in range(case.steps):
         per_rank = []
         for rank in range(dp):
@@ -177,25 +222,34 @@ def differences(case: Case, twin: Reference, dp: int, tp: int, results: list[dic
     """What is not bit for bit the twin's, and what nobody owns."""
     out: list[str] = []
     for spec in case.specs:
-        whole, owned = twin.parameters[spec.name], 0
+        atomic = twin.optimizers[spec.name].atomic
+        unowned = set(state_names(spec)) if atomic else set()
         for rank, result in enumerate(results):
-            mine = shard(whole, spec, tp, rank % tp)
+            mine = shard(twin.parameters[spec.name], spec, tp, rank % tp)
             compared = {f"parameter/{spec.name}": mine.to(case.torch_dtype)}
-            if f"master/{spec.name}" in result:
-                compared[f"master/{spec.name}"] = mine.reshape(-1)
-            if twin.optimizers[spec.name].atomic:
-                states = {f"state/{spec.name}/{key}": tensor for key, tensor in twin.states[spec.name].items()}
-                if states.keys() <= result.keys():
-                    owned += 1
-                    compared |= states
+            compared |= {key: tensor for key, tensor in masters(spec, twin, tp, rank % tp) if key in result}
+            for name, state in zip(state_names(spec), twin.states[spec.name], strict=True) if atomic else ():
+                held = {f"state/{name}/{key}": tensor for key, tensor in state.items()}
+                if held.keys() <= result.keys():
+                    unowned.discard(name)
+                    compared |= held
             out += [
                 f"{case}: rank {rank} of {dp} x {tp}: {key} is off by up to {_largest(result[key], want)}"
                 for key, want in compared.items()
                 if not torch.equal(result[key].reshape(want.shape), want)
             ]
-        if twin.optimizers[spec.name].atomic and not owned:
-            out.append(f"{case}: no rank of {dp} x {tp} has a state of {spec.name}")
+        out += [f"{case}: no rank of {dp} x {tp} has a state of {name}" for name in sorted(unowned)]
     return out
+
+
+def masters(spec: ParamSpec, twin: Reference, tp: int, tp_rank: int) -> Iterator[tuple[str, Tensor]]:
+    """The master of a parameter, and of blocks of it that a plan may own apart."""
+    whole = twin.parameters[spec.name]
+    yield f"master/{spec.name}", shard(whole, spec, tp, tp_rank)
+    for part in spec.in_blocks():
+        if part.part_of is not None:
+            rows = whole[part.first : part.first + part.shape[0]]
+            yield f"master/{part.name}", shard(rows, part, tp, tp_rank)
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
@@ -209,7 +263,8 @@ def test_equals_one_process_bitwise(dp: int, tp: int) -> None:
     twins: dict[str, Reference] = {}  # one for all strategies
     wrong: list[str] = []
     for number, case in enumerate(todo):
-        key = repr((case.optimizer, case.settings, case.specs, case.kind, case.steps, case.microbatches, case.dtype))
+        same = dataclasses.replace(case, strategy="", nv_version="", split="none", offload=False, poison=False)
+        key = repr(same)
         if key not in twins:
             twins[key] = reference(case, dp, tp)
         wrong += differences(case, twins[key], dp, tp, [result[number] for result in results])
@@ -242,7 +297,7 @@ def test_a_single_wrong_bit_is_seen() -> None:
     twin = reference(case, 1, 1)
     result = {f"parameter/{name}": tensor.clone() for name, tensor in twin.parameters.items()}
     result |= {f"master/{name}": tensor.clone() for name, tensor in twin.parameters.items()}
-    result |= {f"state/{name}/{key}": t.clone() for name, state in twin.states.items() for key, t in state.items()}
+    result |= {f"state/{n}/{key}": t.clone() for n, states in twin.states.items() for key, t in states[0].items()}
     assert differences(case, twin, 1, 1, [result]) == []
     for key in ("parameter/a_norm.weight", "master/b_odd.weight", "state/a_fc1.weight/second"):
         wrong = {name: tensor.clone() for name, tensor in result.items()}
