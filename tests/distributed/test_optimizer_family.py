@@ -45,8 +45,10 @@ MIXED = (
     ParamSpec("b_odd.weight", (3, 7)),
     ParamSpec("b_square.weight", (6, 6)),
     ParamSpec("b_row.weight", (1, 9)),
+    ParamSpec("b_large.weight", (16, 32), tp_dim=0),
+    ParamSpec("c_large.weight", (16, 32), tp_dim=0),
 )
-"""Square, tall, wide, a row, odd sides; cut by rows, by columns, in two blocks, and not at all."""
+"""Square, tall, wide, a row, odd sides; cut by rows, by columns, in two blocks, and not at all; two that batch."""
 QKV = tuple(
     Fragment(name, tuple((group * 7 + low, group * 7 + high) for group in range(2)))
     for name, low, high in (("q", 0, 3), ("k", 3, 5), ("v", 5, 7))

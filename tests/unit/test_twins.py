@@ -198,7 +198,7 @@ def test_many_at_once_equal_the_twins(name: str) -> None:
     """Mixed shapes, equal ones among them, in one call: each matrix has the update of its own twin."""
     settings = {"muon": {"ns_dtype": "float64"}, "adamw": {}, "nadam": {}}.get(name, {"period": 2})
     optimizer = create(name, settings)
-    shapes = [(6, 6), (8, 5), (6, 6), (5, 8), (8, 5), (6, 6)]
+    shapes = [(6, 6), (8, 5), (16, 24), (6, 6), (5, 8), (8, 8), (16, 24), (8, 5), (8, 8), (6, 6)]  # 8s are batched
     states = [optimizer.init_state(shape, CPU, F64) for shape in shapes]
     twins = [TWINS[name](optimizer.hyper, shape, F64) for shape in shapes]
     for number, (state, twin) in enumerate(zip(states, twins, strict=True)):
