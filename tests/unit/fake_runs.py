@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,13 @@ def write(folder: Path, run: Run, result: dict[str, Any], rows: list[dict[str, A
     return target
 
 
-def step_time_run(folder: Path, run: Run, **changed: Any) -> Path:
-    """Write a finished step-time job in which each repetition has its own common drift."""
+def step_time_run(
+    folder: Path, run: Run, *, offset: dict[str, float] | None = None, after: int = 0, **changed: Any
+) -> Path:
+    """Write a finished step-time job in which each repetition has its own common drift.
+
+    offset: by system, how much its losses are too high from step ``after`` + 1 on; its parameters then differ too.
+    """
     assert isinstance(run.spec, StepTimeSpec)
     noise = random.Random(run.id)
     rows: list[dict[str, Any]] = []
@@ -94,6 +100,7 @@ def step_time_run(folder: Path, run: Run, **changed: Any) -> Path:
             },
             "state_bytes": [{"master": size, "state": size}] * run.base.world_size,
             "nv_version": system.nv_version,
+            "params_digest": "of its own" if (offset or {}).get(system.id) else "of all",
         }
     for repetition in range(run.spec.repetitions):
         drift = 1 + 0.3 * noise.random()
@@ -101,8 +108,14 @@ def step_time_run(folder: Path, run: Run, **changed: Any) -> Path:
             step = drift * SPEED[system.id] * (1 + 0.02 * noise.random())
             seconds = {"forward_backward": 0.1 * drift, "grad_norm": 0.001, "optimizer_step": step, "param_sync": 0.004}
             seconds["iteration"] = sum(seconds.values())
+            steps = range(
+                repetition * (run.spec.timed_steps + 1) + 1, (repetition + 1) * (run.spec.timed_steps + 1) + 1
+            )
+            extra = (offset or {}).get(system.id, 0.0)
+            losses = [5.5 / (1 + 0.05 * step) + (extra if step > after else 0.0) for step in steps]
+            losses = [loss if math.isfinite(loss) else None for loss in losses]
             event = {"event": "step_time", "repetition": repetition, "system": system.id, "seconds": seconds}
-            rows.append(event)
+            rows.append(event | {"losses": losses, "last_step": steps[-1]})
     return write(folder, run, {"systems": systems}, rows, **changed)
 
 

@@ -85,7 +85,7 @@ def test_lint_and_format():
 @pytest.mark.parametrize("tier", TIERS)
 def test_dry_run_of_every_tier(copy, tier):
     jobs = planned(copy, "--config", f"tier={tier}", "--", "all", "pipelines")
-    assert jobs["table"] == jobs["figure"] == 5
+    assert jobs["table"] == jobs["figure"] == 6
     assert jobs["configure"] == jobs["train"] + jobs["time_steps"]
     assert jobs["configure_pipeline"] == jobs["pipeline"]
     assert jobs["plan_balance"] == 1
@@ -93,7 +93,7 @@ def test_dry_run_of_every_tier(copy, tier):
 
 def test_the_default_leaves_pipelines_to_a_target_of_their_own(copy):
     assert "pipeline" not in planned(copy)
-    assert planned(copy)["table"] == 3
+    assert planned(copy)["table"] == 4
 
 
 def test_named_targets(copy):
@@ -143,9 +143,9 @@ def test_smallest_tier_end_to_end_and_what_runs_again(copy):
     assert "(100%) done" in output
     results = copy / "results" / "generated" / "ci"
     manifests = [json.loads(path.read_text()) for path in results.rglob("manifest.json")]
-    assert len(manifests) == 12
+    assert len(manifests) == 17
     assert {m["status"] for m in manifests} == {"done"}
-    for name in ("balance", "step_time", "precision", "staleness", "rotation"):
+    for name in ("balance", "step_time", "precision", "generality", "staleness", "rotation"):
         made = {path.suffix: path.stat().st_size for path in (results / name).glob(f"{name}.*")}
         assert set(made) == {".parquet", ".csv", ".md", ".pdf", ".png"}
         assert min(made.values()) > 500
@@ -154,6 +154,9 @@ def test_smallest_tier_end_to_end_and_what_runs_again(copy):
     precision = pd.read_parquet(results / "precision" / "precision.parquet")
     assert precision.groupby("tp")["params_digest"].nunique().eq(1).all()  # DP = 2: bitwise equal systems
     measured = pd.read_parquet(results / "step_time" / "step_time.parquet")
+    family = pd.read_parquet(results / "generality" / "generality.parquet")
+    assert family["optimizer"].nunique() == 5
+    assert family.groupby("optimizer")["params_digest"].nunique().eq(1).all()
     in_step = measured.query("quantity == 'bytes' and phase == 'optimizer_step' and axis == 'dp'")["value"]
     assert in_step.sum() == 0
 
