@@ -15,7 +15,7 @@ from impl.harness.spec import RunSpec, parse
 from impl.models import catalogue
 
 MAY_DIFFER = ("dp", "tp", "strategy", "plan", "reduction", "microbatches", "dtype", "steps", "eval_every",
-              "checkpoint_every", "runtime", "resume_from")  # fmt: skip
+              "checkpoint_every", "health_every", "max_skips", "offload_state", "runtime", "resume_from")  # fmt: skip
 """Settings of a run that goes on from another's checkpoint, and of ``plan`` all but what is split."""
 
 
@@ -79,7 +79,7 @@ def _decisive(spec: RunSpec) -> dict[str, Any]:
     rules = create_optimizers(spec)
     data |= {f"settings of {name}": rule.hyper.model_dump(mode="json") for name, rule in rules.items()}
     split = spec.resolved()["plan"].get("split", "none")  # which matrices have states of their own
-    data["plan.split"] = "none" if split == "none" else f"{spec.resolved()['plan']['split_qkv']}"
+    data["plan.split"] = split if split == "none" else spec.resolved()["plan"]["split_qkv"]
     return data
 
 

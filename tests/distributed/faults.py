@@ -101,6 +101,31 @@ def kill_launcher_at_step_5(me: Rank) -> None:
     training.train(me)
 
 
+def kill_launcher_while_step_6_is_saved(me: Rank) -> None:
+    """Train, let rank 1 not finish its file of step 6's checkpoint, and have rank 0 kill -9 the launcher in step 8."""
+    from impl.harness import safetensors_storage, training
+
+    step, write = training.Trainer.step, safetensors_storage.SafetensorsWriter.write_data
+
+    def step_or_kill(self: training.Trainer, number: int, *, audited: bool) -> bool:
+        if number == 8:
+            if self.rank == 0:
+                with open(f"/proc/{os.getppid()}/stat") as stat:
+                    os.kill(int(stat.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            time.sleep(60)
+        return step(self, number, audited=audited)
+
+    def write_forever(self: safetensors_storage.SafetensorsWriter, *arguments: Any) -> Any:
+        done = write(self, *arguments)
+        if me.rank == 1 and "step-000006" in str(self._draft):
+            time.sleep(60)
+        return done
+
+    training.Trainer.step = step_or_kill
+    safetensors_storage.SafetensorsWriter.write_data = write_forever
+    training.train(me)
+
+
 def kill_pipeline_launcher_at_update_6(me: Rank) -> None:
     """Train a pipeline, and have its last stage kill -9 the launcher ahead of update 6."""
     from impl.rotation import runtime
