@@ -1,9 +1,10 @@
 """Times of the Newton-Schulz iteration against the plain loop that everybody writes, per precision and set of shapes.
 
-    OMP_NUM_THREADS=1 python scripts/bench_newton_schulz.py --model qwen3-tiny --repetitions 20
+    python scripts/bench_newton_schulz.py --model qwen3-tiny --repetitions 20
+    python scripts/bench_newton_schulz.py --model qwen3-1.7b --layers 1 --shape 4096x2048 --repetitions 4
 
-Every repetition runs all variants one after another; shown are medians with quartiles in milliseconds, and the median
-and quartiles of the plain bf16 loop's time over the variant's within a repetition.
+Every repetition runs all variants one after another on one thread.  Shown are medians with quartiles of CPU time, which
+is wall time on an idle machine, and of the plain bf16 loop's time over the variant's within a repetition.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def ours(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return orthogonalize_many(matrices, SIMPLE, 5, dtype)
 
 
-def given(model: str, layers: int | None) -> list[Tensor]:
-    """Return a random matrix for each of the model's that Muon takes."""
+def given(model: str, layers: int | None, only: str | None) -> list[Tensor]:
+    """Return a random matrix for each of the model's that Muon takes, or for those of the shape ``only``."""
     generator = torch.Generator().manual_seed(0)
     shapes = [p.shape for p in catalogue.load(model, layers=layers).parameters(1) if is_matrix(p)]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [torch.randn(shape, generator=generator) for shape in shapes if only in (None, "x".join(map(str, shape)))]
 
 
 LOOPS: dict[str, Callable[[Sequence[Tensor], torch.dtype], list[Tensor]]] = {
@@ -67,15 +68,15 @@ REFERENCE = VARIANTS[0]
 
 
 def measure(matrices: Sequence[Tensor], variants: Sequence[str], repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds of each variant in each repetition, after one that is not counted."""
+    """Return the CPU seconds of each variant in each repetition, after one on small pieces that is not counted."""
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for repetition in range(repetitions + 1):
         for variant in variants:
             loop, dtype = variant.rsplit(" ", 1)
-            start = time.perf_counter()
-            LOOPS[loop](matrices, getattr(torch, dtype))
+            start = time.process_time()
+            LOOPS[loop](matrices if repetition else [m[:256, :256] for m in matrices], getattr(torch, dtype))
             if repetition:
-                seconds[variant].append(time.perf_counter() - start)
+                seconds[variant].append(time.process_time() - start)
     return seconds
 
 
@@ -90,14 +91,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-tiny", choices=catalogue.names())
     parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--shape", default=None, help="only matrices of this shape, such as 4096x2048")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS[1:], default=VARIANTS[1:])
     args = parser.parse_args()
-    matrices = given(args.model, args.layers)
+    torch.set_num_threads(1)
+    matrices = given(args.model, args.layers, args.shape)
     shapes = ", ".join(dict.fromkeys(f"{m} x {n}" for m, n in (x.shape for x in matrices)))
     print(f"{args.model}: {len(matrices)} matrices of {shapes}; torch {torch.__version__}, ", end="")
     print(
-        f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, n = {args.repetitions}",
+        f"{torch.backends.cpu.get_cpu_capability()}, 1 thread, n = {args.repetitions}",
         flush=True,
     )
     seconds = measure(matrices, [REFERENCE, *args.variants], args.repetitions)
