@@ -76,8 +76,8 @@ class Shampoo(Optimizer):
     scale_invariant = False  # clipping is to act: a spike would stay in the statistics
     counters = ("failures", "fallbacks")
     cost_formula = (
-        "per side a <= max_side against b: 4 a^2 b + 25 a^3 / period (root: eigh);"
-        " 2 k 22 a^3 / period with k = 4 products a step (coupled-newton, exponent 0.25)"
+        "per side a <= max_side against b: 4 a^2 b + 25 a^3 / period,"
+        " or 176 a^3 / period by coupled-newton at exponent 0.25"
     )
     health_metrics = MappingProxyType({"condition": 1e8})
     Hyper = ShampooHyper

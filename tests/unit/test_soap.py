@@ -148,6 +148,54 @@ def test_a_nan_gives_nan_updates_and_no_crash():
     assert [bool(update.isnan().any()) for update in updates] == [False] * 3 + [True] * 3
 
 
+def failing(function, fails):
+    def wrapped(x, *args, **kwargs):
+        if fails(x):
+            raise torch.linalg.LinAlgError("did not converge")
+        return function(x, *args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize(("solver", "step"), [("eigh", 1), ("qr", 3)])
+def test_a_failed_solver_is_tried_in_float64(solver, step, monkeypatch):
+    grads, soap = gradients((6, 6), step + 1), create("soap", {**COMMON, "period": 2})
+    expected, _ = run(soap, grads)
+    plain = getattr(torch.linalg, solver)
+    monkeypatch.setattr(torch.linalg, solver, failing(plain, lambda x: x.dtype == torch.float32))
+    updates, state = run(soap, grads)
+    torch.testing.assert_close(updates[-1], expected[-1], rtol=1e-3, atol=1e-3)
+    assert (int(state["fallbacks"]), int(state["failures"])) == (2, 0), "once for each side"
+
+
+@pytest.mark.parametrize(("solver", "step"), [("eigh", 1), ("qr", 3)])
+def test_a_hopeless_solver_keeps_the_basis_and_is_counted(solver, step, monkeypatch):
+    grads, soap = gradients((6, 5), step + 1), create("soap", {"period": 2})
+    state = soap.init_state((6, 5), CPU)
+    for t, grad in enumerate(grads, 1):
+        before = {key: tensor.clone() for key, tensor in state.items()}
+        with monkeypatch.context() as patch:
+            if t == step:
+                patch.setattr(torch.linalg, solver, failing(getattr(torch.linalg, solver), lambda x: x.shape[-1] == 6))
+            update = soap.update(grad, state, t)
+        if t == step:
+            assert torch.equal(state["basis.left.0"], before["basis.left.0"])
+            assert not torch.equal(state["basis.right.0"], before["basis.right.0"]), "the other side goes on"
+        assert update.isfinite().all()
+    assert (int(state["fallbacks"]), int(state["failures"])) == (0, 1)
+
+
+def test_health_sees_a_basis_that_is_not_orthogonal():
+    soap = create("soap", {"period": 2})
+    updates, state = run(soap, gradients((6, 5), 4))
+    found = soap.health(state, updates[-1])
+    assert found["orthogonality"] < 1e-5
+    assert 1 < found["condition"] <= soap.health_metrics["condition"]
+    state["basis.right.0"][:, 2] *= 1.01
+    assert soap.health(state, updates[-1])["orthogonality"] == pytest.approx(0.0201, rel=1e-2)
+    assert soap.health_metrics["orthogonality"] < 0.0201
+
+
 def test_a_batch_has_the_bits_of_single_updates():
     soap = create("soap", {"period": 2})
     shapes = [(64, 32), (32, 32), (192, 32), (32, 96)] * 3
