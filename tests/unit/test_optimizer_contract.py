@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -79,14 +80,16 @@ def test_many_equal_one_by_one(name, dtype):
     assert optimizer.update_many([], [], 3) == []
 
 
-FULL_PRECISION = {"muon": {"ns_dtype": "float64"}}
-"""Settings of those that compute in less precision than their state by default."""
+def full_precision(name):
+    """The settings in which an optimizer computes in no less than its state's precision: every choice of float64."""
+    fields = registry()[name].Hyper.model_fields
+    return {key: "float64" for key, field in fields.items() if "float64" in get_args(field.annotation)}
 
 
 @pytest.mark.parametrize("name", registry())
 def test_float64(name):
     """State and updates are float64, and no step on the way rounds to fp32."""
-    for settings in ({}, FULL_PRECISION.get(name, {})):
+    for settings in ({}, full_precision(name)):
         optimizer = create(name, settings)
         first, second = (
             torch.randn(8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (1, 2)
@@ -108,7 +111,7 @@ def test_float64(name):
 
 @pytest.mark.parametrize("name", registry())
 def test_float32_is_near_float64(name):
-    optimizer = create(name, FULL_PRECISION.get(name, {}))
+    optimizer = create(name, full_precision(name))
     grads = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     found = []
     for dtype in (torch.float32, torch.float64):
