@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import filecmp
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -31,25 +32,27 @@ def files_of_the_document() -> dict[str, str]:
     return dict(re.findall(r"^`([\w./-]+)`\n\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
 
 
-def tree(folder: Path) -> set[str]:
-    found = {str(path.relative_to(folder)) for part in PARTS for path in (folder / part).rglob("*") if path.is_file()}
-    return {name for name in found if "__pycache__" not in name and ".snakemake" not in name}
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of the project, by its path."""
+    found = (path for part in PARTS for path in [folder / part, *(folder / part).rglob("*")] if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
+def project(tmp_path_factory) -> Iterator[Path]:
     """The project with the two files; afterwards nothing else may have changed."""
     folder = tmp_path_factory.mktemp("project")
     for part in PARTS:
         source, target = ROOT / part, folder / part
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, target, ignore=JUNK) if source.is_dir() else shutil.copy(source, target)
-    before = tree(folder)
+    before = digests(folder)
     for name, text in files_of_the_document().items():
         (folder / name).write_text(text)
     yield folder
-    assert tree(folder) - before == ADDED
-    assert not [name for name in before if not filecmp.cmp(ROOT / name, folder / name, shallow=False)]
+    after = digests(folder)
+    assert {name for name in after if after[name] != before.get(name)} == ADDED
+    assert set(before) <= set(after)
 
 
 def run(project: Path, *words: str, code: int = 0) -> str:
@@ -68,14 +71,15 @@ def test_the_document_shows_two_files():
 def test_it_is_listed_planned_and_keeps_the_contract(project):
     listed = json.loads(run(project, "impl", "optimizers", "normuon", "--json", "--shape", "6x4"))["normuon"]
     assert listed["display_name"] == "NorMuon"
-    assert [h["name"] for h in listed["hyper_parameters"]] == ["momentum", "beta2", "eps", "ns_steps"]
+    assert [h["name"] for h in listed["hyper_parameters"]] == ["momentum", "beta2", "eps", "ns_steps", "ns_dtype"]
     assert all(h["description"] for h in listed["hyper_parameters"])
     assert listed["shapes"]["6x4"]["state_bytes"] == 4 * (24 + 6)
     plan = json.loads(run(project, "impl", "plan", "--model", "qwen3-tiny", "--dp=2", "--optimizer=normuon", "--json"))
     assert plan["optimizer"] == "normuon"
     assert plan["flops_ratio"] < 1.5
-    shown = run(project, "pytest", "-q", "tests/unit/test_optimizer_contract.py", "-k", "normuon")
-    assert int(re.search(r"(\d+) passed", shown)[1]) > 15  # pyright: ignore[reportOptionalSubscript]
+    tests = ("tests/unit/test_optimizer_contract.py", "tests/distributed/test_optimizer_family.py")
+    shown = run(project, "pytest", "-q", *tests, "-k", "normuon")
+    assert int(re.search(r"(\d+) passed", shown)[1]) > 20  # pyright: ignore[reportOptionalSubscript]
     run(project, "pytest", "-q", "tests/unit/test_optimizer_contract.py", "-k", "no-such-optimizer", code=5)
 
 
