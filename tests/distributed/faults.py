@@ -84,7 +84,7 @@ def wait(me: Rank) -> None:
 
 
 def kill_launcher_at_step_5(me: Rank) -> None:
-    """Train, and have rank 0 kill -9 the launcher in step 5."""
+    """Train, and have rank 0 kill -9 the launcher in step 5, once the checkpoint of step 3 is whole."""
     from impl.harness import training  # slow to import, and not needed by the others
 
     step = training.Trainer.step
@@ -92,6 +92,9 @@ def kill_launcher_at_step_5(me: Rank) -> None:
     def step_or_kill(self: training.Trainer, number: int, *, audited: bool) -> bool:
         if number == 5:
             if self.rank == 0:
+                deadline = time.monotonic() + 60
+                while not (me.folder.checkpoints / "step-000003").exists() and time.monotonic() < deadline:
+                    time.sleep(0.05)
                 with open(f"/proc/{os.getppid()}/stat") as stat:
                     os.kill(int(stat.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
             time.sleep(60)
