@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 import yaml
@@ -148,7 +149,7 @@ def test_diverged_run_says_so(capfd):
     assert None in found["losses"] or None in [loss for _, loss in found["heldout"]]
     code, out, _ = simulated(capfd, *words)
     assert code == 3
-    assert "diverged: pipedream on 2 stages, the loss was not finite" in out
+    assert "diverged: pipedream on 2 stages, a loss or gradient was not finite" in out
 
 
 def test_record(tmp_path, capfd):
@@ -186,3 +187,21 @@ def test_failed_run_leaves_its_reason(tmp_path, capfd, monkeypatch):
     assert json.loads(out)["status"] == "out-of-memory"
     assert "error: out-of-memory: MemoryError: too much" in err
     assert "in fail" in json.loads((tmp_path / "run" / "manifest.json").read_text())["error"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("keep", [True, False], ids=["out", "no-out"])
+def test_an_interrupted_simulator_leaves_a_record(tmp_path, capfd, monkeypatch, number, keep):
+    """Whatever ends it, as with processes: batch systems send SIGTERM, closed terminals SIGHUP."""
+    monkeypatch.setattr(pipeline_run, "simulate", lambda *_args, **_more: signal.raise_signal(number))
+    before = signal.signal(number, lambda *_: None)  # so that the test outlives what is not handled
+    try:
+        code, out, err = simulated(capfd, *(["--out", str(tmp_path / "run")] if keep else []))
+    finally:
+        signal.signal(number, before)
+    assert code == 128 + number
+    assert f"interrupted by {number.name}" in err
+    if keep:
+        assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "unfinished"
+    else:
+        assert out == "unfinished; without --out nothing is kept\n"
