@@ -6,7 +6,7 @@ The same object serves the simulator, where all stages live in one process, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -159,7 +159,7 @@ class Stage:
         last stage.  Returns the hidden states for the next stage, without graph; on the last stage the mean loss.
         """
         self._begin("F", number, version)
-        predicted = self._predict(version)
+        predicted = self._predict(number, version)
         leaf = None if hidden is None else hidden.detach().requires_grad_()
         output = self.launch(number, leaf, tokens, version, predicted)
         self.stash.used(version, 1 if predicted is None else 2)  # the backward runs on the predicted weights too
@@ -269,12 +269,13 @@ class Stage:
             self._bound = use
 
     @torch.no_grad()
-    def _predict(self, version: int) -> Weights | None:
+    def _predict(self, number: int, version: int) -> Weights | None:
         """Return the weights that the method predicts from ``version``, None if it changes nothing."""
         if not self._predicts:
             return None
         base, lr = self.stash.weights(version), self.lr(min(self.stash.newest + 1, self.schedule.updates))
-        predicted = [self.method.predict(t, m, self.context, lr) for t, m in zip(base, self.memory, strict=True)]
+        context = replace(self.context, staleness=self.schedule.update_of(number) - version)
+        predicted = [self.method.predict(t, m, context, lr) for t, m in zip(base, self.memory, strict=True)]
         if all(p is None for p in predicted):
             return None
         return tuple(t.clone() if p is None else p for p, t in zip(predicted, base, strict=True))

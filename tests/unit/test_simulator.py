@@ -374,6 +374,25 @@ class Backward(Plain):
         return None if step is None else newest.sub(step, alpha=self.factor)
 
 
+@pytest.mark.parametrize(("segments", "per_update"), [([4, 4], 1), ([4], 3)], ids=["refilled", "accumulated"])
+def test_predictions_reach_as_far_as_the_delay(segments, per_update, mesh):
+    """By the updates that the gradient of the microbatch will wait for, fewer while the pipeline fills."""
+    asked = []
+
+    class Recording(Plain):
+        def predict(self, newest, memory, context, lr):
+            asked.append((context.stage, context.staleness))
+            return None
+
+    schedule = asynchronous(3, segments, per_update=per_update)
+    _, stages = run(mesh, schedule, [2, 2, 1], method=Recording(Plain.Hyper()))
+    for stage in stages:
+        forwards = [entry for entry in stage.log if entry.kind == "F"]
+        delays = [schedule.update_of(entry.number) - entry.version for entry in forwards]
+        assert [delay for k, delay in asked if k == stage.index] == [d for d in delays for _ in stage.memory]
+    assert len(set(asked)) > 3, "otherwise nothing is shown"
+
+
 def test_backward_weights_replace_the_newest_without_a_stash(mesh):
     schedule = asynchronous(4, 7, "no-stash-recompute")
     plain = run(mesh, schedule, SPLITS[4])[0].params_digest
