@@ -33,6 +33,10 @@ TINY += ["--set", "data.heldout_sequences=3", "--set", "eval_every=2"]
         (["--target", "low"], "--target"),
         (["--set", "target=low"], "target: Input should be a valid number"),
         (["--set", "target=.nan"], "target: Input should be a finite number"),
+        (["--lr", "inf"], "lr: Input should be a finite number"),
+        (["--set", "clip=.inf"], "clip: Input should be a finite number"),
+        (["--set", "lr_slope=.inf"], "lr_slope: Input should be a finite number"),
+        (["--set", "method=[1]", "--set", "period=1"], "unknown method '[1]'"),
         (["--runtime", "threads"], "runtime"),
         (["--mode", "stsh"], "mode"),
         (["--method", "gpipe", "--mode", "stash"], "gpipe runs in mode sync, not stash"),
@@ -60,6 +64,14 @@ def test_refused_in_one_line(words, says, capfd):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert says in err
+
+
+def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path, capfd):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe")
+    assert main(["pipeline", "--config", str(tmp_path / "run.yaml")]) == 2
+    err = capfd.readouterr().err
+    assert "is not plain YAML" in err
+    assert err.count("\n") == 1
 
 
 def test_no_model():

@@ -145,6 +145,16 @@ def test_the_best_of_a_sweep_is_recorded_and_read_back(tmp_path):
     best = {"name": "muon", "stages": 2, "lr": 8e-3, "settings": {"momentum": 0.95}}
     assert rows["muon"] == best | {"heldout_loss": 1.7, "runs": 3, "edge": "largest"}  # what diverged does not count
     assert str(path) in out.read_text()
+    for name, content in (("one", "name: adamw\n"), ("empty", ""), ("new/rates", None), ("rates.yaml/x", None)):
+        args.out = tmp_path / f"{name}.yaml"
+        if content is not None:
+            args.out.write_text(content)
+        if name in ("one", "rates.yaml/x"):
+            with pytest.raises(ConfigError, match=r"not a record of sweeps|cannot write"):
+                tuned.run(args)
+        else:
+            assert tuned.run(args) == 0
+            assert len(yaml.safe_load(args.out.read_text())) == 2
 
 
 def test_a_sweep_without_runs_is_refused(tmp_path):
