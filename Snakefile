@@ -17,7 +17,6 @@ report: "workflows/report/workflow.rst"
 
 localrules:
     all,
-    pipelines,
     full,
     balance,
     step_time,
@@ -39,11 +38,6 @@ rule all:
         rendered("balance"),
         rendered("step_time"),
         rendered("precision"),
-
-
-# Asynchronous pipelines at the sizes of the tier, about a quarter of an hour on two cores.
-rule pipelines:
-    input:
         rendered("staleness"),
         rendered("rotation"),
 
