@@ -30,9 +30,10 @@ from impl.models import catalogue
 from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method, StageContext, contexts, create_method
 from impl.rotation.partition import partition
-from impl.rotation.schedule import Schedule, build
+from impl.rotation.rules import build
+from impl.rotation.schedule import Schedule
 from impl.rotation.simulator import Microbatches, UpdateRow, build_stages, simulate
-from impl.rotation.stage import StageOptions
+from impl.rotation.stage_parts import StageOptions
 
 PROCESSES = "impl.rotation.runtime:run"
 VERSIONS = "versions.json"

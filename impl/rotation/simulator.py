@@ -22,7 +22,8 @@ from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method
 from impl.rotation.resume import messages
 from impl.rotation.schedule import Action, Schedule, in_order, staleness
-from impl.rotation.stage import LogEntry, Stage, StageOptions
+from impl.rotation.stage import LogEntry, Stage
+from impl.rotation.stage_parts import StageOptions
 
 HELDOUT_CHUNK = 8
 """Sequences of one held-out forward, as in training on a DP x TP mesh."""

@@ -10,7 +10,7 @@ import torch
 from impl.errors import ConfigError
 from impl.rotation.method import StageContext, contexts, create_method, registry
 from impl.rotation.methods.periods import periods, rates
-from impl.rotation.schedule import build
+from impl.rotation.rules import build
 
 STAGES, UPDATES = 8, 400
 

@@ -20,9 +20,11 @@ from impl.optimizers.base import create
 from impl.rotation import resume
 from impl.rotation.method import Method
 from impl.rotation.partition import partition
-from impl.rotation.schedule import Schedule, asynchronous, build, staleness
+from impl.rotation.rules import asynchronous, build
+from impl.rotation.schedule import Schedule, staleness
 from impl.rotation.simulator import Microbatches, build_stages, heldout_loss, params_digest, simulate, updates
-from impl.rotation.stage import Stage, StageOptions
+from impl.rotation.stage import Stage
+from impl.rotation.stage_parts import StageOptions
 from impl.rotation.stash import Stash
 from tests.distributed.ranks import one_rank
 from tests.models import variant
