@@ -17,7 +17,7 @@ Kind = Literal["F", "B", "U"]
 Mode = Literal["stash", "no-stash-recompute", "2bw", "vertical-sync", "sync"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a long run has millions
 class Action:
     """One action of one stage.
 
@@ -96,7 +96,7 @@ def in_order(schedule: Schedule, done: Sequence[int] = ()) -> Iterator[tuple[int
     place = list(done) or [0] * schedule.stages
     passed = {(k, a.kind, a.number) for k, n in enumerate(place) for a in schedule.actions[k][:n]}
     last = schedule.stages - 1
-    for update in range(sum(kind == "U" for stage, kind, _ in passed if stage == 0), schedule.updates):
+    for update in range(sum(a.kind == "U" for a in schedule.actions[0][: place[0]]), schedule.updates):
         behind = set(range(schedule.stages))
         while behind:
             moved = False
@@ -106,10 +106,13 @@ def in_order(schedule: Schedule, done: Sequence[int] = ()) -> Iterator[tuple[int
                     action = actions[place[stage]]
                     source = stage - 1 if action.kind == "F" else stage + 1
                     local = action.kind == "U" or not 0 <= source <= last
-                    if not local and (source, action.kind, action.number) not in passed:
-                        break
+                    if not local:
+                        if (source, action.kind, action.number) not in passed:
+                            break
+                        passed.remove((source, action.kind, action.number))  # nobody else waits for it
                     place[stage] += 1
-                    passed.add((stage, action.kind, action.number))
+                    if action.kind != "U":
+                        passed.add((stage, action.kind, action.number))
                     moved = True
                     yield stage, action
                     if action.kind == "U" and action.number == update:
