@@ -216,6 +216,11 @@ class Stage:
         """Return what :meth:`forward` would, on the newest weights and without any trace."""
         return self._run(self.engine.weights, hidden, tokens, grad=False)
 
+    def is_finite(self) -> bool:
+        """Return whether all newest weights are finite, whatever the gradients were: methods may skip one."""
+        self.engine.synchronize()
+        return all(bool(t.isfinite().all()) for t in self.engine.weights)
+
     def bind_newest(self) -> None:
         """Let ``model`` show the newest weights, for reading them."""
         self.engine.synchronize()

@@ -161,7 +161,7 @@ def test_diverged_run_says_so(capfd):
     assert None in found["losses"] or None in [loss for _, loss in found["heldout"]]
     code, out, _ = simulated(capfd, *words)
     assert code == 3
-    assert "diverged: pipedream on 2 stages, a loss or gradient was not finite" in out
+    assert "diverged: pipedream on 2 stages, a loss or the weights were not finite" in out
 
 
 def test_record(tmp_path, capfd):
