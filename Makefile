@@ -34,11 +34,6 @@ reproduce: venv ## run the experiments of TIER, then show the main table and whe
 	@$(SNAKEMAKE) -- $(TARGETS)
 	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
 
-.PHONY: pipelines
-pipelines: venv ## the asynchronous pipelines: staleness and rotation (a quarter of an hour)
-	@$(SNAKEMAKE) -- pipelines
-	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
-
 .PHONY: full
 full: venv ## everything: sweeps, deep pipelines and ablations too (hours; continues where it was)
 	@$(SNAKEMAKE) -- full

@@ -17,7 +17,6 @@ report: "workflows/report/workflow.rst"
 
 localrules:
     all,
-    pipelines,
     full,
     balance,
     step_time,
@@ -41,11 +40,6 @@ rule all:
         rendered("step_time"),
         rendered("precision"),
         rendered("generality"),
-
-
-# Asynchronous pipelines at the sizes of the tier, about a quarter of an hour on two cores.
-rule pipelines:
-    input:
         rendered("staleness"),
         rendered("rotation"),
 

@@ -20,9 +20,10 @@ SKIPPED = 5
 
 
 def seconds(line: Line) -> np.ndarray:
-    """Return the time between the ends of two updates on the last stage, the first ones left out."""
+    """Return the time between the ends of two updates on the last stage, the first ones of every run left out."""
     rows = common.where(line.rows, quantity="elapsed", status=common.DONE)
-    gaps = np.diff(common.numbers(rows.sort_values("update"), "value"))[SKIPPED:]
+    runs = [common.where(rows, seed=seed).sort_values("update") for (seed,) in common.distinct(rows, "seed")]
+    gaps = np.concatenate([np.empty(0), *(np.diff(common.numbers(run, "value"))[SKIPPED:] for run in runs)])
     return gaps[gaps > 0]
 
 
@@ -33,8 +34,8 @@ def rate(line: Line) -> Estimate:
 
 
 def per_stage(line: Line, quantity: str) -> list[float]:
-    """Return a number of every stage, in order."""
-    rows = common.where(line.rows, quantity=quantity)
+    """Return a planned number of every stage, in order; it does not depend on the seed."""
+    rows = common.where(line.rows, quantity=quantity).drop_duplicates("stage")
     return [float(v) for v in common.numbers(rows.sort_values("stage"), "value")]
 
 

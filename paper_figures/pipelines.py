@@ -81,7 +81,7 @@ def lines(frame: pd.DataFrame) -> list[Line]:
     columns = ("layers", "stages", "system", "system_name", "lr", "settings", "steps")
     found = []
     for layers, stages, system, name, lr, settings, steps in common.distinct(frame, *columns):
-        rows = common.where(frame, stages=stages, system=system, lr=lr, settings=settings)
+        rows = common.where(frame, stages=stages, system=system, lr=lr, settings=settings, steps=steps)
         rows = rows.loc[rows["layers"].isna() if layers is None else rows["layers"] == layers]
         depth = None if layers is None else int(layers)
         found.append(Line(int(stages), depth, system, name, float(lr), settings, int(steps), rows))
@@ -172,7 +172,8 @@ def intro(frame: pd.DataFrame, reference: str) -> str:
         "is what every run at the largest P still reaches, and `> N` means not within N updates. Cells are means over "
         f"n seeds with their 95 % t interval. *Ratio* (of iterations, geometric mean) and *difference* (of the final "
         f"loss) are to {reference} at the same P, paired by seed, with the p-value of the paired t-test; below 1 and "
-        "below 0 is better. With three seeds such a test has little power."
+        "below 0 is better. With three seeds such a test has little power, and the p-values are not corrected for the "
+        "number of rows."
     )
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from paper_figures import common, markdown, pipelines, style
 from paper_figures.pipelines import Line
 from paper_figures.published import block as published_block
+from paper_figures.statistics import NOTHING, Estimate
 
 CLAIMS = ("R1", "R2", "R3", "R5", "R6")
 ADAMW, ROTATION = "adamw", "rotation"
@@ -21,18 +22,18 @@ PANELS = 3
 main_table = pipelines.main_table
 
 
-def checks(found: Sequence[Line]) -> list[tuple[str, float, float]]:
+def checks(found: Sequence[Line]) -> list[tuple[str, Estimate, float]]:
     """Return what was expected of the largest P: a sentence, the measured ratio of iterations, and its limit.
 
-    A ratio must stay below its limit.  It is NaN where a seed of either side is missing or never reaches the target.
+    A ratio must not exceed its limit.  It is NaN where a seed of either side is missing or never reaches the target.
     """
     target, deepest = pipelines.common_target(found), max(line.stages for line in found)
     lines = {(line.system, line.stages): line for line in found}
 
-    def ratio(ours: tuple[str, int], theirs: tuple[str, int]) -> float:
+    def ratio(ours: tuple[str, int], theirs: tuple[str, int]) -> Estimate:
         if ours not in lines or theirs not in lines:
-            return math.nan
-        return pipelines.quotient(lines[ours], lines[theirs], target).estimate.value
+            return NOTHING
+        return pipelines.quotient(lines[ours], lines[theirs], target).estimate
 
     rotated, at = (ROTATION, deepest), f"at P = {deepest}"
     expected = [
@@ -49,12 +50,22 @@ def checks(found: Sequence[Line]) -> list[tuple[str, float, float]]:
     return expected
 
 
+def verdict(ratio: Estimate, limit: float) -> str:
+    """Return what a measured ratio says of a claim; an interval on both sides of the limit, or none, leaves doubt."""
+    if math.isnan(ratio.value):
+        return "not decided"
+    text = "holds" if ratio.value <= limit else "does not hold at this scale"
+    if ratio.low <= limit < ratio.high:
+        return f"{text}, within the uncertainty"
+    return text if math.isfinite(ratio.low) else f"{text}, n = {ratio.n}"
+
+
 def checks_table(found: Sequence[Line]) -> str:
     """Return the Markdown table of what was expected and what was measured."""
-    rows = []
-    for sentence, value, limit in checks(found):
-        verdict = "not decided" if math.isnan(value) else "holds" if value <= limit else "does not hold at this scale"
-        rows.append([sentence, markdown.number(value), f"{limit:.2f}", verdict])
+    rows = [
+        [sentence, markdown.estimate(ratio), f"{limit:.2f}", verdict(ratio, limit)]
+        for sentence, ratio, limit in checks(found)
+    ]
     return markdown.table(["ratio of iterations to the target", "measured", "limit", "so the claim"], rows)
 
 
@@ -79,7 +90,7 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         blocks += ["## Other targets (measured)", crossings(group)] if crossings(group) else []
         blocks += ["## What was expected (measured)", checks_table(group)]
     blocks += [
-        "Learning rates, and Muon's momentum, are the best of a recorded sweep on one seed "
+        "Learning rates, and Muon's momentum, are the best of a recorded sweep on one seed, which may be among these "
         "(`experiments/learning_rates.yaml`).",
         common.problems(frame),
         published_block(published, CLAIMS, "at the larger P, or rotation's"),

@@ -14,13 +14,11 @@ from impl.rotation.methods.common import AdamWMethod, AdamWStageHyper, discount
 class PipeMareHyper(AdamWStageHyper):
     """Settings of PipeMare.
 
-    microbatches: of an update, ``N`` of its fractional delay.
     fraction: of the run, over which the discount (T1) fades.
     correct: whether backward weights are corrected (T2).
     decay: ``D``, what is left of an update in the running mean of updates when the delay is over.
     """
 
-    microbatches: int = Field(default=1, gt=0)
     fraction: float = Field(default=0.25, gt=0.0, le=1.0)
     correct: bool = True
     decay: float = Field(default=0.135, gt=0.0, lt=1.0)
@@ -30,7 +28,8 @@ class PipeMareHyper(AdamWStageHyper):
 class PipeMare(AdamWMethod):
     """T1 and T2 of PipeMare on the schedule of this package.
 
-    T1: ``lr / tau_fwd^p`` with PipeMare's own ``tau_fwd = (2 (P - 1 - k) + 1) / N`` of 0-based stage ``k``.
+    T1: ``lr / tau_fwd^p`` with PipeMare's own ``tau_fwd = (2 (P - 1 - k) + 1) / N`` of 0-based stage ``k``, N
+    microbatches an update; where that is below 1, the rate is raised.
     T2: backward runs on ``u = W[t] - tau d``; ``d <- g d + (1 - g) (W[t] - W[t-1])``, ``g = D^(1 / tau)``, where tau is
     the delay between forward and backward that the schedule really has.
     """
@@ -44,7 +43,7 @@ class PipeMare(AdamWMethod):
 
     def lr(self, lr: float, update: int, context: StageContext) -> float:
         """Return the learning rate of ``update``, discounted by the fractional delay of the forward."""
-        delay = (2 * (context.stages - 1 - context.stage) + 1) / self._pipemare.microbatches
+        delay = (2 * (context.stages - 1 - context.stage) + 1) / context.per_update
         return discount(super().lr(lr, update, context), delay, update, self._pipemare.fraction * context.updates)
 
     def backward_weights(self, newest: Tensor, memory: dict[str, Any], context: StageContext) -> Tensor | None:

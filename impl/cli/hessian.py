@@ -10,7 +10,8 @@ from impl.errors import ConfigError
 HELP = "measure the Hessian in single matrices before and after basis rotation and write the table"
 EPILOG = """\
 Trains once a seed, then measures matrix by matrix; what is there already is not measured again.
-Exit codes: 0 done (a training that diverged is a row that says so), 1 failed, 2 bad input, 130 interrupted."""
+Exit codes: 0 done (a training that diverged is a row that says so), 1 failed, 2 bad input, 128 + signal
+interrupted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,19 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what file, options and ``--set`` ask for, in rising precedence.  Raises :class:`ConfigError`."""
-    from impl.harness.spec import assign, load_yaml
+    from impl.harness.options import require_model, settings_of
+    from impl.harness.spec import assign
 
-    data = load_yaml(args.config) if args.config is not None else {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{args.config} must hold settings, one 'key: value' a line")
-    for name in SETTINGS:
-        if getattr(args, name) is not None:
-            data[name] = getattr(args, name)
+    data = settings_of(args, SETTINGS)
     for assignment in args.set:
         assign(data, _qualified(assignment, data))
-    if data.get("model") is None:
-        raise ConfigError("no model given: write for example --model qwen3-tiny")
-    return data
+    return require_model(data)
 
 
 def _qualified(assignment: str, data: dict[str, Any]) -> str:
@@ -69,7 +63,7 @@ def _qualified(assignment: str, data: dict[str, Any]) -> str:
     if key in PipelineSpec.model_fields or not key:
         return assignment
     name, methods = data.get("method", PipelineSpec.model_fields["method"].default), registry()
-    if name not in methods:
+    if not isinstance(name, str) or name not in methods:
         raise unknown("method", str(name), methods)
     own = methods[name].Hyper.model_fields
     if key not in own:

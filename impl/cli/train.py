@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from impl.errors import ConfigError
-
 HELP = "train a model; resumes its own checkpoint"
 EPILOG = """\
 Exit codes: 0 done, 1 failed, 2 bad input (nothing was started), 3 diverged, 128 + signal interrupted.
@@ -46,21 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what file, options and ``--set`` ask for, in rising precedence.  Raises :class:`ConfigError`."""
-    from impl.harness.spec import assign, load_yaml
+    from impl.harness.options import require_model, settings_of
+    from impl.harness.spec import assign
 
-    data = load_yaml(args.config) if args.config is not None else {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{args.config} must hold settings, one 'key: value' a line")
-    for name in (*SETTINGS, "layers"):
-        if getattr(args, name) is not None:
-            data[name] = getattr(args, name)
+    data = settings_of(args, (*SETTINGS, "layers"))
     if args.nv_version is not None:
         assign(data, f"plan.nv_version={args.nv_version}")
     for assignment in args.set:
         assign(data, assignment)
-    if data.get("model") is None:
-        raise ConfigError("no model given: write for example --model qwen3-tiny")
-    return data
+    return require_model(data)
 
 
 def run(args: argparse.Namespace) -> int:

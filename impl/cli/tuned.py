@@ -11,6 +11,7 @@ import yaml
 from impl.errors import ConfigError
 from impl.harness.experiments import load
 from impl.harness.pipeline_experiment import PipelineExperiment, Tuned
+from impl.harness.record import write_atomically
 from impl.harness.spec import load_yaml, parse
 from impl.harness.sweeps import best
 from impl.harness.tiers import TIERS
@@ -37,13 +38,20 @@ def run(args: argparse.Namespace) -> int:
     sweep = load(args.sweep)
     if not isinstance(sweep, PipelineExperiment):
         raise ConfigError(f"{args.sweep} is not a sweep: kind must be pipeline")
-    old = [parse(Tuned, row) for row in load_yaml(args.out)] if args.out.exists() else []
+    before = (load_yaml(args.out) if args.out.exists() else None) or []
+    if not isinstance(before, list):
+        raise ConfigError(f"{args.out} is not a record of sweeps, a list of rows: give another --out")
+    old = [parse(Tuned, row) for row in before]
     swept = {row.place: row for row in best(sweep, args.tier, args.runs)}
     kept = {row.place: row for row in old}
     found: list[dict[str, Any]] = [
         row.model_dump(mode="json", exclude_defaults=True) for row in (kept | swept).values()
     ]
     rows = [f"- {yaml.safe_dump(row, default_flow_style=True, sort_keys=False, width=1000).strip()}\n" for row in found]
-    args.out.write_text(HEADER.format(**vars(args)) + "".join(rows))
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.out, HEADER.format(**vars(args)) + "".join(rows))
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.out}: {error.strerror}") from None
     print(f"{len(swept)} best settings recorded in {args.out}, {len(found) - len(swept)} rows kept")
     return 0

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from impl.canzona.mesh import Mesh
+from impl.harness import launch
 from impl.harness.hessian_spec import HessianRun, Probes
 from impl.harness.pipeline_run import one_process, open_replica, prepare, stage_options
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.progress import Progress
-from impl.harness.record import EXIT_CODES, RunFolder, append_row, read_rows, write_atomically
+from impl.harness.record import RunFolder, append_row, read_rows, write_atomically
 from impl.harness.schedule import learning_rate
-from impl.harness.worker import status_of
 from impl.models import gpt
 from impl.rotation import hessian
 from impl.rotation.simulator import Simulation, build_stages, simulate
@@ -149,29 +148,13 @@ def execute(run: HessianRun, out: Path) -> int:
 
     Matrices that an interrupted start has measured are not measured again.
     """
-    folder = RunFolder(out)
-    ended = folder.claim(run)
-    try:
-        if ended is not None:
-            print(f"nothing to do: {folder.path} is {ended['status']} with these settings")
-            return EXIT_CODES[ended["status"]]
-        folder.begin()
-        try:
-            found = _measure_seeds(run, folder.metrics)
-        except KeyboardInterrupt:
-            folder.finish(run, "unfinished", error="interrupted by SIGINT")
-            print("interrupted by SIGINT", file=sys.stderr)
-            return 130
-        except Exception as error:
-            status, text = status_of(error), "".join(traceback.format_exception(error))
-            folder.finish(run, status, error=f"{type(error).__name__}: {error}\n\n{text}")
-            print(f"error: {status}: {type(error).__name__}: {error} (more in {folder.manifest_path})", file=sys.stderr)
-            return EXIT_CODES[status]
+
+    def work(folder: RunFolder) -> None:
+        found = _measure_seeds(run, folder.metrics)
         status = "diverged" if any(row["diverged"] for row in found) else "done"
         folder.finish(run, status, result={"trainings": found})
-        return EXIT_CODES[status]
-    finally:
-        folder.release()
+
+    return launch.execute_here(work, run, out)
 
 
 def _measure_seeds(run: HessianRun, metrics: Path) -> list[dict[str, Any]]:

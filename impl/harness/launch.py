@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any
 from impl.errors import ConfigError
 from impl.harness.diagnosis import diagnose
 from impl.harness.processes import is_stopped
-from impl.harness.record import EXIT_CODES, RunFolder, Spec
+from impl.harness.record import EXIT_CODES, FINAL, RunFolder, Spec
 from impl.harness.spec import RuntimeSpec
+from impl.harness.worker import status_of
 
 POLL_S = 0.1
 GRACE_S = 5.0
@@ -72,34 +74,56 @@ def execute(target: str, spec: Spec, out: Path, *, ranks: int, runtime: RuntimeS
     otherwise, 128 + signal if interrupted.  Raises :class:`impl.errors.ConfigError` before anything is started if the
     folder cannot be used.  Call it from the main thread, whose end would end the ranks.
     """
-    run = RunFolder(out)
-    ended = run.claim(spec)
-    try:
-        if ended is not None:
-            print(f"nothing to do: {run.path} is {ended['status']} with these settings")
-            return EXIT_CODES[ended["status"]]
-        run.begin()
-        with _signals(), _agent(target, run, ranks, runtime) as process:
-            try:
-                watch = _watch(process, run, runtime.collective_timeout_s)
-            except Interrupted as interrupt:
-                _kill(process, run)
-                run.finish(spec, "unfinished", error=f"interrupted by {interrupt}")
-                print(f"interrupted by {interrupt}: start the same command again to continue", file=sys.stderr)
-                return 128 + interrupt.number
-        manifest = run.manifest()
-        if manifest is None:
+
+    def on_ranks(run: RunFolder) -> None:
+        with _agent(target, run, ranks, runtime) as process:
+            watch = _watch(process, run, runtime.collective_timeout_s)
+        if run.manifest() is None:
             run.wait_for_ranks()
             status, error = diagnose(run, watch.exit_code, watch.stopped)
-            manifest = run.finish(spec, status, error=error)
-        return _conclude(run, manifest)
+            run.finish(spec, status, error=error)
+
+    return _recorded(on_ranks, spec, out)
+
+
+def execute_here(work: Callable[[RunFolder], None], spec: Spec, out: Path) -> int:
+    """Run ``work``, which writes the manifest, in this process and the folder ``out``; otherwise as :func:`execute`."""
+
+    def here(run: RunFolder) -> None:
+        try:
+            work(run)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            run.finish(spec, status_of(error), error=f"{type(error).__name__}: {error}\n\n{text}")
+
+    return _recorded(here, spec, out)
+
+
+def _recorded(work: Callable[[RunFolder], None], spec: Spec, out: Path) -> int:
+    """Run ``work``, which writes the manifest unless it is interrupted, as the only one in the folder ``out``."""
+    run = RunFolder(out)
+    manifest = run.claim(spec)
+    try:
+        if manifest is not None:
+            print(f"nothing to do: {run.path} is {manifest['status']} with these settings")
+            return EXIT_CODES[manifest["status"]]
+        run.begin()
+        try:
+            with _signals():
+                work(run)
+        except Interrupted as interrupt:
+            run.finish(spec, "unfinished", error=f"interrupted by {interrupt}")
+            print(f"interrupted by {interrupt}: start the same command again to continue", file=sys.stderr)
+            return 128 + interrupt.number
+        return _conclude(run, run.manifest() or {})
     finally:
         run.release()
 
 
 def _conclude(run: RunFolder, manifest: dict[str, Any]) -> int:
+    """Return the exit code of a run that has ended, and say why if it is not done."""
     status = manifest["status"]
-    if status not in ("done", "diverged"):
+    if status not in FINAL:
         first = (manifest["error"] or status).splitlines()[0]
         print(f"error: {status}: {first} (more in {run.manifest_path})", file=sys.stderr)
     return EXIT_CODES[status]

@@ -52,12 +52,9 @@ class Checkpoints:
         """Return whether there is a checkpoint after 1-based ``update``."""
         return self._every > 0 and update % self._every == 0 and update < self._last
 
-    def save(self, update: int, *, finite: bool = True) -> None:
-        """Write the checkpoint after 1-based ``update``, which every stage of this process has just done.
-
-        finite: whether all gradients so far were.
-        """
-        data: dict[str, Any] = {"finite": finite}
+    def save(self, update: int) -> None:
+        """Write the checkpoint after 1-based ``update``, which every stage of this process has just done."""
+        data: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         if self._microbatches is not None:
             data["microbatches"], tensors[BATCH] = self._microbatches.state_dict()
@@ -66,8 +63,8 @@ class Checkpoints:
         part = Checkpoint(update, self._digest, self._schedule, data, tensors)
         rank_checkpoint.save(self._folder, part, dist.get_rank(), _world())
 
-    def load(self, update: int) -> bool:
-        """Let the stages, which must be fresh, go on after ``update``; return ``finite`` of :meth:`save`.
+    def load(self, update: int) -> None:
+        """Let the stages, which must be fresh, go on after ``update``.
 
         Raises :class:`CorruptRecord` if the checkpoint cannot be read or is not of this run.
         """
@@ -79,7 +76,6 @@ class Checkpoints:
                 resume.load_state_dict(stage, own)
             if self._microbatches is not None:
                 self._microbatches.load_state_dict(part.data["microbatches"], part.tensors[BATCH])
-            return part.data["finite"]
         except KeyError as error:
             raise CorruptRecord(f"checkpoint of update {update} is not of these stages: {error}") from None
 

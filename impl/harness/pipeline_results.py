@@ -51,10 +51,10 @@ def summary(manifest: dict[str, Any], out: Path | None) -> str:
     config, found, status = manifest["config"], manifest["result"], manifest["status"]
     where = f"; record in {out}" if out is not None else ""
     if not found:
-        return f"{status}{where}"
-    name = f"{config['method']} on {config['stages']} stages"
+        return f"{status}{where}" if where or status != "unfinished" else "unfinished; without --out nothing is kept"
+    name = f"{config['method']} on {config['stages']} stage{'s' * (config['stages'] != 1)}"
     if status == "diverged":
-        return f"diverged: {name}, the loss was not finite at update {found['steps']}{where}"
+        return f"diverged: {name}, a loss or the weights were not finite by update {found['steps']}{where}"
     heldout = "not taken" if found["heldout_loss"] is None else f"{found['heldout_loss']:.4f}"
     lines = [
         f"{status}: {name}, {found['steps']} updates in {manifest['seconds']:.0f} s{where}",

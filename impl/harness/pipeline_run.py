@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +23,17 @@ from impl.harness.pipeline_checkpoint import Checkpoints, newest
 from impl.harness.pipeline_results import result
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.progress import Progress
-from impl.harness.record import EXIT_CODES, RunFolder, append_row, cut_rows, write_atomically
+from impl.harness.record import RunFolder, append_row, cut_rows, write_atomically
 from impl.harness.schedule import learning_rate
 from impl.harness.setup import device_type
-from impl.harness.worker import status_of
 from impl.models import catalogue
 from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method, StageContext, contexts, create_method
 from impl.rotation.partition import partition
-from impl.rotation.schedule import Schedule, build
+from impl.rotation.rules import build
+from impl.rotation.schedule import Schedule
 from impl.rotation.simulator import Microbatches, UpdateRow, build_stages, simulate
-from impl.rotation.stage import StageOptions
+from impl.rotation.stage_parts import StageOptions
 
 PROCESSES = "impl.rotation.runtime:run"
 VERSIONS = "versions.json"
@@ -165,30 +164,11 @@ def execute(spec: PipelineSpec, out: Path) -> int:
     """
     if spec.runtime == "processes":
         return launch.execute(PROCESSES, spec, out, ranks=spec.world_size, runtime=spec.process)
-    run = RunFolder(out)
-    ended = run.claim(spec)
-    try:
-        if ended is not None:
-            print(f"nothing to do: {run.path} is {ended['status']} with these settings")
-            return EXIT_CODES[ended["status"]]
-        run.begin()
-        try:
-            status = _simulate(spec, run)
-        except KeyboardInterrupt:
-            run.finish(spec, "unfinished", error="interrupted by SIGINT")
-            print("interrupted by SIGINT", file=sys.stderr)
-            return 130
-        except Exception as error:
-            status, text = status_of(error), "".join(traceback.format_exception(error))
-            run.finish(spec, status, error=f"{type(error).__name__}: {error}\n\n{text}")
-            print(f"error: {status}: {type(error).__name__}: {error} (more in {run.manifest_path})", file=sys.stderr)
-        return EXIT_CODES[status]
-    finally:
-        run.release()
+    return launch.execute_here(lambda run: _simulate(spec, run), spec, out)
 
 
-def _simulate(spec: PipelineSpec, run: RunFolder) -> str:
-    """Run all stages in this process and write the record; return the status."""
+def _simulate(spec: PipelineSpec, run: RunFolder) -> None:
+    """Run all stages in this process and write the record."""
     setup, recorder = prepare(spec), Recorder(spec, run.metrics)
     progress = Progress(sys.stdout, spec.steps, spec.process.heartbeat_s, "update")
     with one_process(spec) as device:
@@ -234,7 +214,7 @@ def _simulate(spec: PipelineSpec, run: RunFolder) -> str:
         "peak_stash_versions": list(found.peak_versions),
         "versions": [[list(e[1:]) for e in found.log if e.stage == stage] for stage in range(spec.stages)],
     }
-    return conclude(spec, setup, run, facts)
+    conclude(spec, setup, run, facts)
 
 
 @contextlib.contextmanager
@@ -253,8 +233,8 @@ def one_process(spec: PipelineSpec) -> Iterator[torch.device]:
         torch.set_num_threads(threads)
 
 
-def conclude(spec: PipelineSpec, setup: PipelineSetup, run: RunFolder, facts: dict[str, Any]) -> str:
-    """Write ``versions.json`` and the manifest from the rows and what the stages counted; return the status.
+def conclude(spec: PipelineSpec, setup: PipelineSetup, run: RunFolder, facts: dict[str, Any]) -> None:
+    """Write ``versions.json`` and the manifest from the rows and what the stages counted.
 
     facts: ``diverged``, ``params_digest``, ``resumed_from``, ``peak_stash_versions``, and ``versions``, which get a
     file of their own: ``[kind, number, version]`` of every action of every stage.
@@ -270,6 +250,4 @@ def conclude(spec: PipelineSpec, setup: PipelineSetup, run: RunFolder, facts: di
     }
     found = result(spec.target, run.metrics, {**planned, **facts})
     lost = any(loss is None for loss in [*found["losses"], *(loss for _, loss in found["heldout"])])
-    status = "diverged" if diverged or lost else "done"
-    run.finish(spec, status, result=found)
-    return status
+    run.finish(spec, "diverged" if diverged or lost else "done", result=found)

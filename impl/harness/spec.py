@@ -18,9 +18,9 @@ from impl.errors import ConfigError, unknown
 
 
 class Frozen(BaseModel):
-    """Base of all specs: immutable, unknown keys refused."""
+    """Base of all specs: immutable, unknown keys and numbers that are not finite refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DataSpec(Frozen):
@@ -173,7 +173,7 @@ def load_yaml(path: str | Path) -> Any:
         return yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not plain YAML: {str(error).splitlines()[0]}") from None
 
 

@@ -24,6 +24,7 @@ class StageContext:
         from the schedule.
     updates: of the whole run.
     profile: staleness of every stage, for methods that share a budget out; empty if not known.
+    per_update: microbatches of an update.
     """
 
     stage: int
@@ -31,12 +32,16 @@ class StageContext:
     staleness: int
     updates: int
     profile: tuple[int, ...] = ()
+    per_update: int = 1
 
 
 def contexts(schedule: Schedule) -> tuple[StageContext, ...]:
     """Return the context of every stage of ``schedule``."""
     profile = staleness(schedule)
-    return tuple(StageContext(k, schedule.stages, profile[k], schedule.updates, profile) for k in range(len(profile)))
+    return tuple(
+        StageContext(stage, schedule.stages, own, schedule.updates, profile, schedule.per_update)
+        for stage, own in enumerate(profile)
+    )
 
 
 class Method:
@@ -75,8 +80,9 @@ class Method:
         """Return the weights that a forward runs on instead of ``newest`` (and its backward too), None for no change.
 
         newest: those of the version that the schedule gives the forward, the newest unless the mode keeps stages in
-        step.  memory: tensors, kept per stage and family between calls and saved with the stage; ``memory["update"]``
-        is the last step ``W[t] - W[t-1]`` if there has been one.
+        step.  context: its staleness is that of this microbatch, less while the pipeline fills.
+        memory: tensors, kept per stage and family between calls and saved with the stage; ``memory["update"]`` is the
+        last step ``W[t] - W[t-1]`` if there has been one.
         """
         return None
 

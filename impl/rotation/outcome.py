@@ -17,12 +17,13 @@ from impl.rotation.links import Place
 from impl.rotation.stage import Stage
 
 
-def collect(stage: Stage, place: Place, parts: Sequence[Part], *, finite: bool) -> dict[str, Any]:
+def collect(stage: Stage, place: Place, parts: Sequence[Part], *, diverged: bool) -> dict[str, Any]:
     """Return on rank 0 what all stages know, elsewhere nothing; every rank must call.
 
-    parts: of all stages.  finite: whether all losses and gradients of this rank were.
+    parts: of all stages.  diverged: whether a loss was not finite; weights that are not count as well.
     Under ``versions`` is what each stage of replica 0 did with which version of its weights.
     """
+    finite = not diverged and stage.is_finite()
     mine = {"peak": stage.peak_stash_versions, "finite": finite, "log": [list(entry[1:]) for entry in stage.log]}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -151,13 +151,12 @@ class Runner:
         self._shares: dict[int, float] = {}
         self._losses: dict[int, Tensor] = {}
         self._done_losses: list[float] = []
-        self._finite = True
         self._peer_has_gradients = _acknowledged(schedule, place.stage - 1, "B", "F")
         self._peer_has_activations = _acknowledged(schedule, place.stage + 1, "F", "B")
 
     def resume(self, update: int, checkpoints: Checkpoints) -> None:
         """Go on from the checkpoint after 1-based ``update``, before any action; every rank must call."""
-        self._finite = checkpoints.load(update)
+        checkpoints.load(update)
         for channel, neighbour, kind in (
             (self.place.forward_out, self.place.stage + 1, "F"),
             (self.place.backward_out, self.place.stage - 1, "B"),
@@ -181,7 +180,7 @@ class Runner:
             else:
                 self._update(action)
                 if checkpoints is not None and checkpoints.due(action.number + 1):
-                    checkpoints.save(action.number + 1, finite=self._finite)
+                    checkpoints.save(action.number + 1)
         for channel in (self.place.forward_out, self.place.backward_out, self.place.heldout_out):
             if channel is not None:
                 channel.settle()
@@ -235,7 +234,7 @@ class Runner:
 
     def _update(self, action: Action) -> None:
         update = action.number + 1
-        self._finite &= math.isfinite(self.stage.update(action.number).grad_norm)
+        self.stage.update(action.number)
         if self.place.replica != 0:
             self._done_losses.clear()
             return
@@ -277,7 +276,7 @@ class Runner:
 
     def facts(self, *, diverged: bool) -> dict[str, Any]:
         """Return on rank 0 what all stages know at the end, elsewhere nothing; every rank must call."""
-        return collect(self.stage, self.place, self.setup.parts, finite=self._finite and not diverged)
+        return collect(self.stage, self.place, self.setup.parts, diverged=diverged)
 
 
 def _acknowledged(schedule: Schedule, neighbour: int, counted: Any, mark: Any) -> dict[int, int]:

@@ -22,7 +22,8 @@ from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method
 from impl.rotation.resume import messages
 from impl.rotation.schedule import Action, Schedule, in_order, staleness
-from impl.rotation.stage import LogEntry, Stage, StageOptions
+from impl.rotation.stage import LogEntry, Stage
+from impl.rotation.stage_parts import StageOptions
 
 HELDOUT_CHUNK = 8
 """Sequences of one held-out forward, as in training on a DP x TP mesh."""
@@ -47,8 +48,8 @@ class UpdateRow:
 
     @property
     def finite(self) -> bool:
-        """Whether training can go on."""
-        return all(map(math.isfinite, (self.loss, *self.grad_norms, self.heldout or 0.0)))
+        """Whether training can go on.  Of gradients the next loss tells: an optimizer may skip one."""
+        return math.isfinite(self.loss) and math.isfinite(self.heldout or 0.0)
 
 
 @dataclass
@@ -167,7 +168,7 @@ def simulate(
     report: Callable[[UpdateRow], None] | None = None,
     microbatches: Microbatches | None = None,
 ) -> Simulation:
-    """Run ``schedule`` to its end, or to the first loss or gradient that is not finite.
+    """Run ``schedule`` to its end, or to the first loss that is not finite; it must leave finite weights.
 
     report: called with each update's row, when all stages have just done it.
     microbatches: as for :func:`updates`.
@@ -182,6 +183,7 @@ def simulate(
         if not row.finite:
             out.diverged = True
             break
+    out.diverged |= not all(stage.is_finite() for stage in stages)
     out.log = [entry for stage in stages for entry in stage.log]
     out.peak_versions = tuple(stage.peak_stash_versions for stage in stages)
     out.params_digest = None if out.diverged else params_digest(stages)

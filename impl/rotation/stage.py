@@ -6,23 +6,19 @@ The same object serves the simulator, where all stages live in one process, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from impl.canzona.engine import Engine, EngineOptions, StepInfo
+from impl.canzona.engine import StepInfo
 from impl.canzona.mesh import Mesh
-from impl.canzona.strategies import make_plan
-from impl.errors import ConfigError
 from impl.models import gpt, weights
 from impl.models.catalogue import ModelConfig, Part
-from impl.optimizers.base import Optimizer
-from impl.optimizers.routing import is_matrix
-from impl.rotation.method import Method, StageContext, contexts
+from impl.rotation.method import Method, contexts
 from impl.rotation.schedule import Kind, Schedule
+from impl.rotation.stage_parts import StageOptions, build_engine, kept_graphs, overrides
 from impl.rotation.stash import Stash, Weights
 
 
@@ -33,32 +29,6 @@ class LogEntry(NamedTuple):
     kind: Kind
     number: int
     version: int
-
-
-@dataclass(frozen=True)
-class StageOptions:
-    """Settings of a stage that neither schedule nor method decide.
-
-    recompute: what a backward computes again instead of keeping it: ``none``; ``stage``, everything but the stage's
-        input; ``selective-attention``, the core attention.
-    stash_on_cpu: keep stashed weights in CPU memory; with ``recompute: stage`` only.
-    clip: limit of the gradient norm of this stage, 0 for none: a stage knows no other's gradients in time.
-    strategy, reduction: how the stage's DP replicas share the step (see :mod:`impl.canzona`).
-    """
-
-    recompute: Literal["none", "stage", "selective-attention"] = "none"
-    stash_on_cpu: bool = False
-    clip: float = 1.0
-    weight_decay: float = 0.01
-    strategy: str = "canzona"
-    reduction: Literal["native", "rank-order"] = "native"
-
-    def check(self) -> None:
-        """Raise :class:`ConfigError` if the settings contradict each other."""
-        if self.stash_on_cpu and self.recompute != "stage":
-            raise ConfigError(
-                f"stash_on_cpu needs recompute=stage: with recompute={self.recompute} the kept graphs hold the weights"
-            )
 
 
 @dataclass
@@ -113,7 +83,7 @@ class Stage:
         self.model = gpt.build_model(config, mesh.tp_group, dtype=torch.float32, device=mesh.device, part=part)
         weights.initialize(self.model, config, seed, mesh.tp_rank, mesh.tp, part)
         gpt.recompute_attention(self.model, self.options.recompute == "selective-attention")
-        self.engine = _engine(self.model, method, self.context, mesh, self.options)
+        self.engine = build_engine(self.model, method, self.context, mesh, self.options)
         self._actions = schedule.actions[index]
         self.stash = Stash(self._actions, self.engine.weights, on_cpu=self.options.stash_on_cpu)
         self.memory: list[dict[str, Any]] = [{} for _ in self.engine.weights]
@@ -121,10 +91,10 @@ class Stage:
         self.flight: dict[int, Flight] = {}
         """The microbatches between forward and backward."""
         self._bound: Weights = self.engine.weights
-        self._keeps_graph, self._outlives = _graphs(schedule, index, method, self.options)
-        self._predicts = _overrides(method, "predict")
-        self._corrects = _overrides(method, "correct")
-        self._needs_last_step = self._predicts or _overrides(method, "backward_weights")
+        self._keeps_graph, self._outlives = kept_graphs(schedule, index, method, self.options)
+        self._predicts = overrides(method, "predict")
+        self._corrects = overrides(method, "correct")
+        self._needs_last_step = self._predicts or overrides(method, "backward_weights")
         self._held: list[int] = []
         self._new_step = True
 
@@ -159,7 +129,7 @@ class Stage:
         last stage.  Returns the hidden states for the next stage, without graph; on the last stage the mean loss.
         """
         self._begin("F", number, version)
-        predicted = self._predict(version)
+        predicted = self._predict(number, version)
         leaf = None if hidden is None else hidden.detach().requires_grad_()
         output = self.launch(number, leaf, tokens, version, predicted)
         self.stash.used(version, 1 if predicted is None else 2)  # the backward runs on the predicted weights too
@@ -246,6 +216,11 @@ class Stage:
         """Return what :meth:`forward` would, on the newest weights and without any trace."""
         return self._run(self.engine.weights, hidden, tokens, grad=False)
 
+    def is_finite(self) -> bool:
+        """Return whether all newest weights are finite, whatever the gradients were: methods may skip one."""
+        self.engine.synchronize()
+        return all(bool(t.isfinite().all()) for t in self.engine.weights)
+
     def bind_newest(self) -> None:
         """Let ``model`` show the newest weights, for reading them."""
         self.engine.synchronize()
@@ -269,12 +244,13 @@ class Stage:
             self._bound = use
 
     @torch.no_grad()
-    def _predict(self, version: int) -> Weights | None:
+    def _predict(self, number: int, version: int) -> Weights | None:
         """Return the weights that the method predicts from ``version``, None if it changes nothing."""
         if not self._predicts:
             return None
         base, lr = self.stash.weights(version), self.lr(min(self.stash.newest + 1, self.schedule.updates))
-        predicted = [self.method.predict(t, m, self.context, lr) for t, m in zip(base, self.memory, strict=True)]
+        context = replace(self.context, staleness=self.schedule.update_of(number) - version)
+        predicted = [self.method.predict(t, m, context, lr) for t, m in zip(base, self.memory, strict=True)]
         if all(p is None for p in predicted):
             return None
         return tuple(t.clone() if p is None else p for p, t in zip(predicted, base, strict=True))
@@ -302,43 +278,3 @@ class Stage:
         for version in self._held:
             self.stash.used(version)
         self._held.clear()
-
-
-def _overrides(method: Method, hook: str) -> bool:
-    return getattr(type(method), hook) is not getattr(Method, hook)
-
-
-def _graphs(schedule: Schedule, index: int, method: Method, options: StageOptions) -> tuple[set[int], set[int]]:
-    """Return the microbatches whose graph is kept from forward to backward, and which of these span an update.
-
-    A graph is of use only if the backward runs on the same weights; with ``recompute: stage`` it is kept where the
-    backward comes next, so that nothing would be saved.
-    """
-    actions = schedule.actions[index]
-    corrected = schedule.mode == "no-stash-recompute" and _overrides(method, "backward_weights")
-    place = {(action.kind, action.number): i for i, action in enumerate(actions)}
-    kept, outlives = set(), set()
-    updates = [0, *accumulate(action.kind == "U" for action in actions)]
-    for (kind, number), forward in place.items():
-        if kind != "F":
-            continue
-        backward = place["B", number]
-        same = actions[forward].version == actions[backward].version and not corrected
-        if same and (options.recompute != "stage" or backward == forward + 1):
-            kept.add(number)
-            if updates[backward] != updates[forward]:
-                outlives.add(number)
-    return kept, outlives
-
-
-def _engine(model: gpt.PortableGPT, method: Method, context: StageContext, mesh: Mesh, options: StageOptions) -> Engine:
-    """Return the engine that updates ``model`` with the optimizers of ``method``."""
-    matrix, elementwise = method.matrix_optimizer(context), method.elementwise_optimizer(context)
-    if matrix.name == elementwise.name and matrix.hyper != elementwise.hyper:
-        raise ConfigError(f"{method.name} uses {matrix.name} twice with different settings, which one plan cannot hold")
-    parameters = model.catalogued.parameters(mesh.tp, model.part)
-    costs = [matrix if is_matrix(parameter) else elementwise for parameter in parameters]
-    plan = make_plan(options.strategy, parameters, costs, mesh.dp, mesh.tp)
-    optimizers: dict[str, Optimizer] = {rule.name: rule for rule in (matrix, elementwise)}
-    settings = EngineOptions(reduction=options.reduction, clip=options.clip, weight_decay=options.weight_decay)
-    return Engine(model, plan, optimizers, mesh, settings)

@@ -22,7 +22,7 @@ from impl.harness.schedule import learning_rate
 from impl.harness.spec import parse
 from impl.rotation import runtime
 from impl.rotation.links import connect, received_before
-from impl.rotation.schedule import build
+from impl.rotation.rules import build
 from impl.rotation.simulator import build_stages, simulate
 from tests.distributed.ranks import RankError, one_rank, run_ranks
 

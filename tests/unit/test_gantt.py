@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from impl.rotation.gantt import bubble, draw, timeline
-from impl.rotation.schedule import asynchronous, build
+from impl.rotation.rules import asynchronous, build
 
 EQUAL = {"F": 1.0, "B": 1.0, "U": 0.0}
 

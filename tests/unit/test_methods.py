@@ -10,7 +10,7 @@ import torch
 from impl.errors import ConfigError
 from impl.rotation.method import StageContext, contexts, create_method, registry
 from impl.rotation.methods.periods import periods, rates
-from impl.rotation.schedule import build
+from impl.rotation.rules import build
 
 STAGES, UPDATES = 8, 400
 
@@ -90,12 +90,12 @@ def test_pipedream_lr():
 
 def test_pipemare_learning_rate():
     """PipeMare's 1-based ``tau = (2 (P - i) + 1) / N``, K a quarter of the run."""
-    one, four = create_method("pipemare"), create_method("pipemare", {"microbatches": 4})
+    method, four = create_method("pipemare"), contexts(build("1f1b-async", STAGES, UPDATES, per_update=4))
     for stage in range(STAGES):
         i = stage + 1
-        assert one.lr(1e-2, 50, context(stage)) == pytest.approx(1e-2 / (2 * (STAGES - i) + 1) ** 0.5)
-        assert four.lr(1e-2, 25, context(stage)) == pytest.approx(1e-2 / ((2 * (STAGES - i) + 1) / 4) ** 0.75)
-        assert one.lr(1e-2, 100, context(stage)) == pytest.approx(1e-2)
+        assert method.lr(1e-2, 50, context(stage)) == pytest.approx(1e-2 / (2 * (STAGES - i) + 1) ** 0.5)
+        assert method.lr(1e-2, 25, four[stage]) == pytest.approx(1e-2 / ((2 * (STAGES - i) + 1) / 4) ** 0.75)
+        assert method.lr(1e-2, 100, context(stage)) == pytest.approx(1e-2)
 
 
 def test_pipemare_backward_weights():

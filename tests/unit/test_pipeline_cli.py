@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 import yaml
@@ -32,6 +33,10 @@ TINY += ["--set", "data.heldout_sequences=3", "--set", "eval_every=2"]
         (["--target", "low"], "--target"),
         (["--set", "target=low"], "target: Input should be a valid number"),
         (["--set", "target=.nan"], "target: Input should be a finite number"),
+        (["--lr", "inf"], "lr: Input should be a finite number"),
+        (["--set", "clip=.inf"], "clip: Input should be a finite number"),
+        (["--set", "lr_slope=.inf"], "lr_slope: Input should be a finite number"),
+        (["--set", "method=[1]", "--set", "period=1"], "unknown method '[1]'"),
         (["--runtime", "threads"], "runtime"),
         (["--mode", "stsh"], "mode"),
         (["--method", "gpipe", "--mode", "stash"], "gpipe runs in mode sync, not stash"),
@@ -59,6 +64,14 @@ def test_refused_in_one_line(words, says, capfd):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert says in err
+
+
+def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path, capfd):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe")
+    assert main(["pipeline", "--config", str(tmp_path / "run.yaml")]) == 2
+    err = capfd.readouterr().err
+    assert "is not plain YAML" in err
+    assert err.count("\n") == 1
 
 
 def test_no_model():
@@ -148,7 +161,7 @@ def test_diverged_run_says_so(capfd):
     assert None in found["losses"] or None in [loss for _, loss in found["heldout"]]
     code, out, _ = simulated(capfd, *words)
     assert code == 3
-    assert "diverged: pipedream on 2 stages, the loss was not finite" in out
+    assert "diverged: pipedream on 2 stages, a loss or the weights were not finite" in out
 
 
 def test_record(tmp_path, capfd):
@@ -186,3 +199,21 @@ def test_failed_run_leaves_its_reason(tmp_path, capfd, monkeypatch):
     assert json.loads(out)["status"] == "out-of-memory"
     assert "error: out-of-memory: MemoryError: too much" in err
     assert "in fail" in json.loads((tmp_path / "run" / "manifest.json").read_text())["error"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("keep", [True, False], ids=["out", "no-out"])
+def test_an_interrupted_simulator_leaves_a_record(tmp_path, capfd, monkeypatch, number, keep):
+    """Whatever ends it, as with processes: batch systems send SIGTERM, closed terminals SIGHUP."""
+    monkeypatch.setattr(pipeline_run, "simulate", lambda *_args, **_more: signal.raise_signal(number))
+    before = signal.signal(number, lambda *_: None)  # so that the test outlives what is not handled
+    try:
+        code, out, err = simulated(capfd, *(["--out", str(tmp_path / "run")] if keep else []))
+    finally:
+        signal.signal(number, before)
+    assert code == 128 + number
+    assert f"interrupted by {number.name}" in err
+    if keep:
+        assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "unfinished"
+    else:
+        assert out == "unfinished; without --out nothing is kept\n"

@@ -145,6 +145,16 @@ def test_the_best_of_a_sweep_is_recorded_and_read_back(tmp_path):
     best = {"name": "muon", "stages": 2, "lr": 8e-3, "settings": {"momentum": 0.95}}
     assert rows["muon"] == best | {"heldout_loss": 1.7, "runs": 3, "edge": "largest"}  # what diverged does not count
     assert str(path) in out.read_text()
+    for name, content in (("one", "name: adamw\n"), ("empty", ""), ("new/rates", None), ("rates.yaml/x", None)):
+        args.out = tmp_path / f"{name}.yaml"
+        if content is not None:
+            args.out.write_text(content)
+        if name in ("one", "rates.yaml/x"):
+            with pytest.raises(ConfigError, match=r"not a record of sweeps|cannot write"):
+                tuned.run(args)
+        else:
+            assert tuned.run(args) == 0
+            assert len(yaml.safe_load(args.out.read_text())) == 2
 
 
 def test_a_sweep_without_runs_is_refused(tmp_path):
@@ -204,11 +214,33 @@ def test_rotation_table_pairs_seeds_and_says_what_holds(tmp_path):
     assert cells(main, "Basis rotation", "8")[-1] == "3/3"
     checks = rotation.checks(found)
     assert [limit for _, _, limit in checks] == [1 / 3, 0.5, 1, 1]
-    assert checks[0][1] == pytest.approx(1 / 3.1, abs=0.03)
-    assert [value for _, value, _ in checks[1:]] == pytest.approx([0.25, 0.5, 0.625], abs=0.06)
+    assert checks[0][1].value == pytest.approx(1 / 3.1, abs=0.03)
+    assert [ratio.value for _, ratio, _ in checks[1:]] == pytest.approx([0.25, 0.5, 0.625], abs=0.06)
     document = rotation.table(table, PUBLISHED)
     assert "5.81 times" in document
     assert "measured" in document
+
+
+@pytest.mark.parametrize(
+    ("ratio", "says"),
+    [
+        ((0.8, 0.7, 0.9, 3), "holds"),
+        ((0.8, 0.5, 1.2, 3), "holds, within the uncertainty"),
+        ((1.1, 0.9, 1.3, 3), "does not hold at this scale, within the uncertainty"),
+        ((1.2, 1.1, 1.3, 3), "does not hold at this scale"),
+        ((0.8, math.nan, math.nan, 1), "holds, n = 1"),
+        ((math.nan, math.nan, math.nan, 0), "not decided"),
+    ],
+)
+def test_a_verdict_says_how_sure_it_is(ratio, says):
+    assert rotation.verdict(statistics.Estimate(*ratio), 1.0) == says
+
+
+def test_runs_of_different_lengths_are_different_lines(tmp_path):
+    grids = [{"stages": [8], "methods": ["adamw"]}, {"stages": [8], "methods": ["adamw"], "base": {"steps": 200}}]
+    found = pipelines.lines(frame(tmp_path, grids=grids))
+    assert [(line.steps, len(line.curves)) for line in found] == [(400, 3), (200, 3)]
+    assert [max(u for u, _ in line.curves[0]) for line in found] == [400, 200]
 
 
 def test_a_target_that_is_never_reached_is_a_cell(tmp_path):
@@ -271,9 +303,9 @@ def test_tidy_rows_are_one_number_each(tmp_path):
 # time on real processes
 
 
-def timed(folder: Path, finished: bool = True) -> pd.DataFrame:
+def timed(folder: Path, finished: bool = True, seeds: tuple[int, ...] = (0,)) -> pd.DataFrame:
     grids = [{"stages": [1, 4], "methods": ["pipedream-lr", "nesterov"]}]
-    return frame(folder, finished, grids=grids, seeds=[0], base={"runtime": "processes", "steps": 40})
+    return frame(folder, finished, grids=grids, seeds=seeds, base={"runtime": "processes", "steps": 40})
 
 
 def test_rates_are_measured_and_idle_time_is_planned(tmp_path):
@@ -294,6 +326,20 @@ def test_rates_are_measured_and_idle_time_is_planned(tmp_path):
     text = pipeline_time.table(table, PUBLISHED)
     assert cells(text.split("## Bytes")[0], "Nesterov", "4 (shared cores)")[0].startswith("800.0")
     assert "*shared cores*" in text
+
+
+def test_times_are_between_updates_of_one_run(tmp_path):
+    """Three seeds: times of different runs are not subtracted, and every stage has one column."""
+    table = timed(tmp_path, seeds=(0, 1, 2))
+    elapsed = table["quantity"] == "elapsed"
+    table.loc[elapsed, "value"] *= 1 + table.loc[elapsed, "seed"]
+    line = pipelines.find(pipelines.lines(table), "nesterov", 4)
+    assert line is not None
+    times = pipeline_time.seconds(line)
+    assert len(times) == 3 * (40 - 1 - pipeline_time.SKIPPED)
+    assert sorted(set(times.round(6))) == [0.02, 0.04, 0.06]
+    assert len(pipeline_time.per_stage(line, "stash_bytes")) == 4
+    assert "missing" not in pipeline_time.table(table, PUBLISHED)
 
 
 def test_timed_figure_and_missing_runs(tmp_path):

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impl.errors import ConfigError
-from impl.rotation.schedule import Action, asynchronous, build, gpipe, peak_versions, staleness, two_bw, validate
+from impl.rotation.rules import asynchronous, build, gpipe, two_bw
+from impl.rotation.schedule import Action, peak_versions, staleness, validate
 
 stages = st.integers(1, 5)
 segments = st.lists(st.integers(1, 9), min_size=1, max_size=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ from impl.harness.spec import ScheduleSpec
 from impl.models import gpt, weights
 from impl.optimizers.base import create
 from impl.rotation import resume
-from impl.rotation.method import Method
+from impl.rotation.method import Method, create_method
 from impl.rotation.partition import partition
-from impl.rotation.schedule import Schedule, asynchronous, build, staleness
+from impl.rotation.rules import asynchronous, build
+from impl.rotation.schedule import Schedule, staleness
 from impl.rotation.simulator import Microbatches, build_stages, heldout_loss, params_digest, simulate, updates
-from impl.rotation.stage import Stage, StageOptions
+from impl.rotation.stage import Stage
+from impl.rotation.stage_parts import StageOptions
 from impl.rotation.stash import Stash
 from tests.distributed.ranks import one_rank
 from tests.models import variant
@@ -374,6 +377,25 @@ class Backward(Plain):
         return None if step is None else newest.sub(step, alpha=self.factor)
 
 
+@pytest.mark.parametrize(("segments", "per_update"), [([4, 4], 1), ([4], 3)], ids=["refilled", "accumulated"])
+def test_predictions_reach_as_far_as_the_delay(segments, per_update, mesh):
+    """By the updates that the gradient of the microbatch will wait for, fewer while the pipeline fills."""
+    asked = []
+
+    class Recording(Plain):
+        def predict(self, newest, memory, context, lr):
+            asked.append((context.stage, context.staleness))
+            return None
+
+    schedule = asynchronous(3, segments, per_update=per_update)
+    _, stages = run(mesh, schedule, [2, 2, 1], method=Recording(Plain.Hyper()))
+    for stage in stages:
+        forwards = [entry for entry in stage.log if entry.kind == "F"]
+        delays = [schedule.update_of(entry.number) - entry.version for entry in forwards]
+        assert [delay for k, delay in asked if k == stage.index] == [d for d in delays for _ in stage.memory]
+    assert len(set(asked)) > 3, "otherwise nothing is shown"
+
+
 def test_backward_weights_replace_the_newest_without_a_stash(mesh):
     schedule = asynchronous(4, 7, "no-stash-recompute")
     plain = run(mesh, schedule, SPLITS[4])[0].params_digest
@@ -411,6 +433,39 @@ def test_matrix_optimizers_step_each_stage(mesh):
         ["elementwise"], ["matrix", "elementwise"], [], ["matrix", "elementwise"], ["elementwise"]]  # fmt: skip
     assert found.params_digest == run(mesh, asynchronous(5, 4), counts, method=Rotating(Plain.Hyper()),
                                       recompute="stage")[0].params_digest  # fmt: skip
+
+
+def poisoned(stages, update, monkeypatch):
+    """Let one matrix of the last stage get an infinite gradient at 0-based ``update``."""
+    last, step = stages[-1], stages[-1].engine.step
+
+    def adjusted(lr, adjust=None):
+        if sum(entry.kind == "U" for entry in last.log) == update + 1:
+            matrix = next(i for i, f in enumerate(last.engine.plan.families) if f.name == "matrix")
+            last.engine.gradients[matrix][0] = math.inf
+        return step(lr, adjust)
+
+    monkeypatch.setattr(last.engine, "step", adjusted)
+
+
+@pytest.mark.filterwarnings("ignore:skipped a gradient:RuntimeWarning")
+@pytest.mark.parametrize("update", [2, 5])
+@pytest.mark.parametrize(("method", "survives"), [("basis-rotation", True), ("muon", False)])
+def test_a_gradient_that_a_method_skips_does_not_end_the_run(update, method, survives, mesh, monkeypatch):
+    """Whether at the last update, where no loss can tell, or before."""
+    schedule = asynchronous(2, 6)
+    stages = build_stages(
+        CONFIG, partition(CONFIG, 2, SPLITS[2]), schedule, create_method(method), mesh, rate_for(6),
+        options=StageOptions(clip=0.0),
+    )  # fmt: skip
+    poisoned(stages, update, monkeypatch)
+    found = simulate(stages, schedule, Stream())
+    assert found.diverged != survives
+    assert (found.params_digest is not None) == survives
+    if survives:
+        skipped = [t.item() for key, t in stages[-1].engine.state_dict().items() if key.endswith("/skipped")]
+        assert sum(skipped) == 1
+        assert len(found.losses) == 6
 
 
 def test_a_diverged_run_ends_early(mesh):

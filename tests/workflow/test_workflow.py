@@ -84,16 +84,11 @@ def test_lint_and_format():
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_dry_run_of_every_tier(copy, tier):
-    jobs = planned(copy, "--config", f"tier={tier}", "--", "all", "pipelines")
+    jobs = planned(copy, "--config", f"tier={tier}")
     assert jobs["table"] == jobs["figure"] == 6
     assert jobs["configure"] == jobs["train"] + jobs["time_steps"]
     assert jobs["configure_pipeline"] == jobs["pipeline"]
     assert jobs["plan_balance"] == 1
-
-
-def test_the_default_leaves_pipelines_to_a_target_of_their_own(copy):
-    assert "pipeline" not in planned(copy)
-    assert planned(copy)["table"] == 4
 
 
 def test_named_targets(copy):
@@ -113,7 +108,7 @@ def test_experiments_share_pipeline_runs(copy):
 
 
 def test_full_is_more_than_the_default(copy):
-    default, full = planned(copy, "--", "all", "pipelines"), planned(copy, "--", "full")
+    default, full = planned(copy), planned(copy, "--", "full")
     assert full["table"] > default["table"]
     assert full["pipeline"] > 3 * default["pipeline"]
 
@@ -139,7 +134,7 @@ def test_bad_configuration_is_one_clear_line(copy):
 @pytest.mark.timeout(900)
 def test_smallest_tier_end_to_end_and_what_runs_again(copy):
     tier = ("--config", "tier=ci")
-    output = snakemake(copy, *tier, "--", "all", "pipelines")
+    output = snakemake(copy, *tier)
     assert "(100%) done" in output
     results = copy / "results" / "generated" / "ci"
     manifests = [json.loads(path.read_text()) for path in results.rglob("manifest.json")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, cast
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from impl.errors import ConfigError
 from impl.optimizers.base import HyperParameters, Optimizer, create
@@ -20,6 +20,8 @@ class StageHyper(HyperParameters):
     lr_slope: the learning rate of a stage with staleness tau is multiplied by ``1 - lr_slope tau``; refused where that
         is not positive.  0 (default) changes nothing.  An article about basis rotation has 0.03, its authors do not.
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     lr_slope: float = Field(default=0.0, ge=0.0)
 
