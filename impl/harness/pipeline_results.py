@@ -61,6 +61,8 @@ def summary(manifest: dict[str, Any], out: Path | None) -> str:
         f"training loss {found['final_loss']:.4f}, held-out loss {heldout}, parameters {found['params_digest'][:12]}",
         f"staleness per stage {found['staleness']}, weight versions kept {found['peak_stash_versions']}",
     ]
+    if skipped := sum(found.get("skipped_updates", ())):
+        lines.append(f"{skipped} updates of a stage skipped: their gradients were not finite")
     if config["target"] is not None:
         reached = found["iterations_to_target"]
         text = f"> {found['steps']} (not reached)" if reached is None else f"{reached:.1f}"

@@ -29,6 +29,7 @@ from impl.harness.setup import device_type
 from impl.models import catalogue
 from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method, StageContext, contexts, create_method
+from impl.rotation.outcome import added
 from impl.rotation.partition import partition
 from impl.rotation.rules import build
 from impl.rotation.schedule import Schedule
@@ -207,11 +208,14 @@ def _simulate(spec: PipelineSpec, run: RunFolder) -> None:
             report=report,
             microbatches=microbatches,
         )
+        counters = added([stage.engine.counters() for stage in stages])
     facts = {
         "diverged": found.diverged,
         "params_digest": found.params_digest,
         "resumed_from": first or None,
         "peak_stash_versions": list(found.peak_versions),
+        "skipped_updates": [stage.skipped_updates for stage in stages],
+        "counters": counters,
         "versions": [[list(e[1:]) for e in found.log if e.stage == stage] for stage in range(spec.stages)],
     }
     conclude(spec, setup, run, facts)
@@ -236,8 +240,9 @@ def one_process(spec: PipelineSpec) -> Iterator[torch.device]:
 def conclude(spec: PipelineSpec, setup: PipelineSetup, run: RunFolder, facts: dict[str, Any]) -> None:
     """Write ``versions.json`` and the manifest from the rows and what the stages counted.
 
-    facts: ``diverged``, ``params_digest``, ``resumed_from``, ``peak_stash_versions``, and ``versions``, which get a
-    file of their own: ``[kind, number, version]`` of every action of every stage.
+    facts: ``diverged``, ``params_digest``, ``resumed_from``, ``peak_stash_versions``, ``skipped_updates`` and
+    ``counters`` of the optimizers, and ``versions``, which get a file of their own: ``[kind, number, version]`` of
+    every action of every stage.
     """
     facts = dict(facts)
     diverged = facts.pop("diverged")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,13 @@ def collect(stage: Stage, place: Place, parts: Sequence[Part], *, diverged: bool
     Under ``versions`` is what each stage of replica 0 did with which version of its weights.
     """
     finite = not diverged and stage.is_finite()
-    mine = {"peak": stage.peak_stash_versions, "finite": finite, "log": [list(entry[1:]) for entry in stage.log]}
+    mine = {
+        "peak": stage.peak_stash_versions,
+        "finite": finite,
+        "log": [list(entry[1:]) for entry in stage.log],
+        "skipped": stage.skipped_updates,
+        "counters": stage.engine.counters(),
+    }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     all_finite = all(other["finite"] for other in everyone)
@@ -36,8 +42,15 @@ def collect(stage: Stage, place: Place, parts: Sequence[Part], *, diverged: bool
         "diverged": not all_finite,
         "params_digest": digest,
         "peak_stash_versions": [stage["peak"] for stage in stages],
+        "skipped_updates": [stage["skipped"] for stage in stages],
+        "counters": added([stage["counters"] for stage in stages]),
         "versions": [stage["log"] for stage in stages],
     }
+
+
+def added(counters: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums over stages of what the optimizers counted."""
+    return {name: sum(stage.get(name, 0) for stage in counters) for stage in counters for name in stage}
 
 
 def _digest(stage: Stage, place: Place, parts: Sequence[Part]) -> str | None:

@@ -118,6 +118,11 @@ class Stage:
         """Most versions of the weights that existed at one time, the newest included."""
         return self.stash.peak
 
+    @property
+    def skipped_updates(self) -> int:
+        """Updates without effect so far, because a gradient was not finite."""
+        return self.stash.newest - self.engine.steps
+
     def lr(self, update: int) -> float:
         """Return the learning rate of 1-based ``update`` on this stage."""
         return self.method.lr(self.rate(update), update, self.context)
