@@ -2,6 +2,7 @@
 
     python scripts/bench_newton_schulz.py --model qwen3-tiny --repetitions 20
     python scripts/bench_newton_schulz.py --model qwen3-1.7b --layers 1 --shape 4096x2048 --repetitions 4
+    python scripts/bench_newton_schulz.py --shape 96x288 --count 8
 
 Every repetition runs all variants one after another on one thread.  Shown are medians with quartiles of CPU time, which
 is wall time on an idle machine, and of the plain bf16 loop's time over the variant's within a repetition.
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from impl.models import catalogue
-from impl.optimizers.newton_schulz import COEFFICIENT_SETS, orthogonalize, orthogonalize_many
+from impl.optimizers import batching
+from impl.optimizers.newton_schulz import COEFFICIENT_SETS, normalize, orthogonalize, orthogonalize_many, polynomial
 from impl.optimizers.routing import is_matrix
 
 SIMPLE = COEFFICIENT_SETS["simple"]
@@ -51,16 +53,27 @@ def ours(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return orthogonalize_many(matrices, SIMPLE, 5, dtype)
 
 
-def given(model: str, layers: int | None, only: str | None) -> list[Tensor]:
-    """Return a random matrix for each of the model's that Muon takes, or for those of the shape ``only``."""
+def in_batches(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Ours with a batch of all equal shapes, whether it pays or not."""
+    out: list[Tensor] = []
+    for members in batching.group([matrix.shape for matrix in matrices]):
+        out += polynomial(torch.stack([normalize(matrices[i], dtype) for i in members]), SIMPLE, 5)
+    return out
+
+
+def given(model: str, layers: int | None, shape: tuple[int, ...] | None, count: int | None) -> list[Tensor]:
+    """Return a random matrix for each of the model's that Muon takes, of any or one ``shape``, or ``count`` of it."""
     generator = torch.Generator().manual_seed(0)
     shapes = [p.shape for p in catalogue.load(model, layers=layers).parameters(1) if is_matrix(p)]
-    return [torch.randn(shape, generator=generator) for shape in shapes if only in (None, "x".join(map(str, shape)))]
+    if shape is not None:
+        shapes = [shape] * (shapes.count(shape) if count is None else count)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 LOOPS: dict[str, Callable[[Sequence[Tensor], torch.dtype], list[Tensor]]] = {
     "plain": plain,
     "one by one": one_by_one,
+    "in batches": in_batches,
     "ours": ours,
 }
 VARIANTS = [f"{loop} {dtype}" for dtype in ("bfloat16", "float32") for loop in LOOPS]
@@ -92,13 +105,15 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-tiny", choices=catalogue.names())
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--shape", default=None, help="only matrices of this shape, such as 4096x2048")
+    parser.add_argument("--count", type=int, default=None, help="so many of --shape, whatever the model has")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS[1:], default=VARIANTS[1:])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    matrices = given(args.model, args.layers, args.shape)
+    shape = tuple(map(int, args.shape.split("x"))) if args.shape else None
+    matrices = given(args.model, args.layers, shape, args.count)
     shapes = ", ".join(dict.fromkeys(f"{m} x {n}" for m, n in (x.shape for x in matrices)))
-    print(f"{args.model}: {len(matrices)} matrices of {shapes}; torch {torch.__version__}, ", end="")
+    print(f"{len(matrices)} matrices of {shapes}; torch {torch.__version__}, ", end="")
     print(
         f"{torch.backends.cpu.get_cpu_capability()}, 1 thread, n = {args.repetitions}",
         flush=True,

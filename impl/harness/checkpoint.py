@@ -42,6 +42,7 @@ class Meta:
     settings: the run's, resolved; spec: their digest.
     plan: digest of the plan.
     data: state of the token stream, see :func:`impl.harness.parted_stream.merged`.
+    skips: steps skipped in a row, up to this one.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Meta:
     plan: str
     settings: dict[str, Any]
     data: dict[str, Any]
+    skips: int = 0
 
     @property
     def origin(self) -> str:
@@ -171,7 +173,7 @@ def check(path: Path) -> Meta:
     return meta
 
 
-_TYPES: dict[str, type] = {"step": int, "spec": str, "plan": str, "settings": dict, "data": dict}
+_TYPES: dict[str, type] = {"step": int, "spec": str, "plan": str, "settings": dict, "data": dict, "skips": int}
 
 
 def _cause(error: BaseException) -> str:

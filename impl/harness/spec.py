@@ -61,6 +61,11 @@ class RuntimeSpec(Frozen):
     heartbeat_s: float = Field(default=2.0, gt=0)
 
 
+_LATER = {"resume_from": None, "offload_state": False, "health_every": 50, "max_skips": 3}
+_LATER_IN_PLAN = {"split": "none", "split_qkv": "matrices"}
+"""Settings that came later: where they have these values, runs keep the names that they had without them."""
+
+
 class RunSpec(Frozen):
     """One training run.
 
@@ -70,6 +75,9 @@ class RunSpec(Frozen):
     optimizer: for matrices; everything else uses AdamW.  ``optimizer_settings``/``adamw_settings`` are their
         hyper-parameters.
     frozen: parameters that are not trained, as glob patterns over Megatron names.
+    offload_state: keep optimizer state in host memory between steps; the results are the same.
+    health_every: steps between two measurements of the optimizers' health, 0 for none.
+    max_skips: a step whose gradients are not finite is skipped; one more than this in a row is a divergence.
     resume_from: folder of another run, or of one of its checkpoints, whose state this one goes on from; it may have
         another mesh, strategy and reduction (docs/checkpoints.md).
     """
@@ -95,6 +103,9 @@ class RunSpec(Frozen):
     checkpoint_every: int = Field(default=0, ge=0)
     init_from: str | None = None
     resume_from: str | None = None
+    offload_state: bool = False
+    health_every: int = Field(default=50, ge=0)
+    max_skips: int = Field(default=3, ge=0)
     schedule: ScheduleSpec = ScheduleSpec()
     data: DataSpec = DataSpec()
     plan: PlanOptions = PlanOptions()
@@ -129,8 +140,10 @@ class RunSpec(Frozen):
         """SHA-256 of the settings that decide the result: independent of key order, ``runtime`` timings excluded."""
         data = self.resolved()
         data["runtime"] = {k: data["runtime"][k] for k in ("device", "deterministic", "threads")}
-        if data["resume_from"] is None:  # added later: runs without it keep their names
-            del data["resume_from"]
+        for settings, later in ((data, _LATER), (data["plan"], _LATER_IN_PLAN)):
+            for key, default in later.items():
+                if settings[key] == default:
+                    del settings[key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -126,6 +126,11 @@ def contestant(spec: StepTimeSpec, system: System, mesh: Mesh, me: Rank) -> Cont
 
 def check_systems(spec: StepTimeSpec) -> None:
     """Raise :class:`ConfigError` for a system that cannot run; no process is needed."""
+    base = spec.base
+    if base.resume_from is not None:
+        raise ConfigError("a timing job starts from fresh weights: leave resume_from out")
+    if any(s.live for s in spec.systems) and (base.plan.split != "none" or base.offload_state):
+        raise ConfigError("Megatron's own optimizer (live) takes neither plan.split nor offload_state: leave them out")
     for system in spec.systems:
         prepare(system.run_spec(spec.base))
         if system.live and (system.strategy, system.nv_version) != ("nv-layerwise", "ping-pong"):

@@ -77,7 +77,9 @@ def build(
     frozen = {route.name for route in setup.routes if route.optimizer is None}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    options = EngineOptions(reduction=spec.reduction, clip=spec.clip, weight_decay=spec.weight_decay)
+    options = EngineOptions(
+        reduction=spec.reduction, clip=spec.clip, weight_decay=spec.weight_decay, offload=spec.offload_state
+    )
     engine = engine_class(model, setup.plan, setup.optimizers, mesh, options)
     stream = open_stream(
         spec.data,
@@ -105,6 +107,7 @@ class Trainer:
 
     progress: on rank 0 only, which also writes ``metrics.jsonl``.
     audit: all collectives of the first step that this process ran, by phase.
+    skips: steps skipped in a row.
     checkpoints: None where the run has none.
     """
 
@@ -117,6 +120,7 @@ class Trainer:
     folder: RunFolder
     progress: Progress | None
     audit: dict[str, Any] | None = None
+    skips: int = 0
     checkpoints: Checkpoints | None = None
 
     @property
@@ -159,6 +163,7 @@ class Trainer:
         if meta is None:
             return 0
         self.stream.load_state_dict(meta.data)
+        self.skips = meta.skips
         if isinstance(found[0], str):
             self.say(f"going on from {found[0]} ({meta.origin})")
             if self.spec.checkpoint_every:
@@ -190,7 +195,7 @@ class Trainer:
         return "done"
 
     def step(self, step: int, *, audited: bool) -> bool:
-        """Run one step and write its row; return whether loss and gradient norm are finite."""
+        """Run one step and write its rows; return whether training can go on."""
         spec, engine = self.spec, self.engine
         tokens = self.stream.batch(step)
         gpt.check_tokens(tokens, self.setup.model)
@@ -199,17 +204,34 @@ class Trainer:
         audit = Audit.of_mesh(self.mesh, lambda: engine.clock.phase) if audited else None
         with audit or nullcontext():
             local = self.accumulate(tokens.to(self.mesh.device))
-            info = engine.step(lr)
+            measured = spec.health_every > 0 and step % spec.health_every == 0
+            info = engine.step(lr, measure=measured)
         if audit is not None:
             self.audit = audit.result()
         loss = self.mean_loss(local)
         seconds = engine.clock.seconds()
         speed = spec.batch * spec.sequence / seconds["iteration"]
         row = {"event": "step", "step": step, "loss": loss, "lr": lr, "grad_norm": info.grad_norm}
-        self.write({**row, "tokens_per_s": speed, "seconds": seconds, "audited": audited})
+        if info.skipped:
+            row["not_finite"] = list(info.not_finite)
+        self.write({**row, "tokens_per_s": speed, "seconds": seconds, "slowed": audited or measured})
         if self.progress is not None:
             self.progress.step(step, loss, speed)
-        return math.isfinite(loss) and math.isfinite(info.grad_norm)
+        self.report_health(step, engine.worst_health())
+        if not info.skipped:
+            self.skips = 0
+            return math.isfinite(loss)
+        self.skips += 1
+        self.say(f"step {step} skipped: the gradient of {info.not_finite[0]} is not finite")
+        return self.skips <= spec.max_skips
+
+    def report_health(self, step: int, worst: dict[str, float]) -> None:
+        """Write what the optimizers measured in ``step``, if they did, and warn of what is not healthy."""
+        if worst:
+            alarms = self.engine.alarms(worst)
+            self.write({"event": "health", "step": step, "worst": worst, "alarms": alarms})
+            for alarm in alarms:
+                self.say(f"alarm at step {step}: {alarm}")
 
     def accumulate(self, tokens: Tensor) -> Tensor:
         """Run forward and backward of all of ``tokens [batch / dp, sequence + 1]``; return this rank's mean loss."""
@@ -253,7 +275,7 @@ class Trainer:
         """Start to write a checkpoint, which goes on while the training does."""
         assert self.checkpoints is not None
         spec = self.spec
-        meta = Meta(step, spec.digest, self.setup.plan.digest, spec.resolved(), self.stream.state_dict())
+        meta = Meta(step, spec.digest, self.setup.plan.digest, spec.resolved(), self.stream.state_dict(), self.skips)
         self.checkpoints.save(self.engine, meta)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -273,7 +295,7 @@ class Trainer:
     def result(self, status: str, resumed_from: int) -> dict[str, Any]:
         """Return the run's result as plain data; seconds are rank 0's, bytes the largest over ranks."""
         digest = self.params_digest() if status == "done" else None
-        facts = results.engine_facts(self.engine, self.audit)
+        facts = results.engine_facts(self.engine, self.audit) | {"counters": self.engine.counters()}
         if self.rank != 0:
             return {}
         report = self.setup.report

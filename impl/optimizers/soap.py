@@ -100,6 +100,8 @@ class Soap(Optimizer):
             state["momentum"].lerp_(gradient, 1.0 - beta1)
             state["second"].mul_(beta2).addcmul_(turned, turned, value=1.0 - beta2)
         momentum = eigenbasis.rotate(torch.stack([s["momentum"] for s in states]), parts, bases)
+        if parts:
+            eigenbasis.drop_rounding(momentum)  # what gradients of low rank leave in a null space is nothing else
         direction = momentum / torch.stack([s["second"] for s in states]).sqrt_().add_(self.settings.eps)
         direction.mul_(math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t))
         return eigenbasis.rotate(direction, parts, bases, back=True)

@@ -53,10 +53,12 @@ class System:
     strategy: str = "canzona"
     nv_version: str = "lpt-ns"
     split: str = "none"
+    offload: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}-{self.nv_version}-{self.split}-{self.dp}x{self.tp}"
+        where = "host" if self.offload else "device"
+        return f"{self.strategy}-{self.nv_version}-{self.split}-{where}-{self.dp}x{self.tp}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def start(mesh: Mesh, job: Job, system: System, seed: int = 1) -> tuple[Toy, Eng
     options = PlanOptions(bucket_elements=100, capacity_bytes=600, nv_version=system.nv_version, fallback=False,
                           split=system.split)  # type: ignore[arg-type]  # fmt: skip
     plan = make_plan(system.strategy, parameters, [rules[s.name] for s in parameters], mesh.dp, mesh.tp, options)
-    return model, Engine(model, plan, optimizers(job.optimizer), mesh, OPTIONS)
+    return model, Engine(model, plan, optimizers(job.optimizer), mesh, replace(OPTIONS, offload=system.offload))
 
 
 def train(model: Toy, engine: Engine, steps: range) -> None:
@@ -281,6 +283,7 @@ def test_every_optimizer_goes_on_under_another_layout(tmp_path: Path) -> None:
         for job in (Job(name, dp, (tp, sc)), Job(name, tp, (dp, sc_tp)), Job(name, sc, (dp,)), Job(name, nv, (dp, tp)))
     ]
     jobs += [Job(name, dp, (tp, sc), dtype="bfloat16") for name in ("muon", "soap")]
+    jobs += [Job("soap", replace(dp, offload=True), (tp, replace(sc_tp, offload=True)))]  # state in host memory
     assert complaints(2, tmp_path, jobs) == []
     for job in jobs:
         assert [p.name for p in job.folder(str(tmp_path)).glob("step-*")] == ["step-000003"]

@@ -37,23 +37,24 @@ OPTIONS = EngineOptions(reduction="rank-order", clip=1.0, weight_decay=DECAY)
 MIXED = (
     ParamSpec("embedding.weight", (11, 6)),
     ParamSpec("a_proj.weight", (6, 10), tp_dim=1),
-    ParamSpec("a_qkv.weight", (14, 6), tp_dim=0),
+    ParamSpec("a_qkv.weight", (18, 6), tp_dim=0),
     ParamSpec("a_norm.weight", (6,)),
     ParamSpec("a_qnorm.weight", (5,), partial_over_tp=True),
     ParamSpec("a_fc1.weight", (16, 6), tp_dim=0, blocks=(8, 8)),
     ParamSpec("a_fc2.weight", (6, 8), tp_dim=1),
-    ParamSpec("b_odd.weight", (3, 7)),
+    ParamSpec("b_odd.weight", (9, 13)),
+    ParamSpec("c_odd.weight", (9, 13)),
     ParamSpec("b_square.weight", (6, 6)),
     ParamSpec("b_row.weight", (1, 9)),
     ParamSpec("b_large.weight", (16, 32), tp_dim=0),
     ParamSpec("c_large.weight", (16, 32), tp_dim=0),
 )
-"""Square, tall, wide, a row, odd sides; cut by rows, by columns, in two blocks, and not at all; two that batch."""
+"""Square, tall, wide, a row, odd sides; cut by rows, by columns, in two blocks, not at all; pairs of equal shape."""
 QKV = tuple(
-    Fragment(name, tuple((group * 7 + low, group * 7 + high) for group in range(2)))
-    for name, low, high in (("q", 0, 3), ("k", 3, 5), ("v", 5, 7))
+    Fragment(name, tuple((group * 6 + low, group * 6 + high) for group in range(3)))
+    for name, low, high in (("q", 0, 3), ("k", 3, 5), ("v", 5, 6))
 )
-"""Two groups of [3 q | 2 k | 2 v] rows: what one kind of head has lies apart."""
+"""Three groups of [3 q | 2 k | 1 v] rows: what one kind of head has lies apart, and TP 2 cuts through a group."""
 GATE_UP = (Fragment("gate", ((0, 8),)), Fragment("up", ((8, 16),)))
 INSIDE = {"a_qkv.weight": QKV, "a_fc1.weight": GATE_UP}
 SPLIT = tuple(dataclasses.replace(spec, fragments=INSIDE.get(spec.name, ())) for spec in MIXED)

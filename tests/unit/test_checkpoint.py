@@ -59,7 +59,7 @@ def held(engine: Engine) -> dict[str, Tensor]:
 
 
 def meta(step: int) -> Meta:
-    return Meta(step, "spec", "plan", {}, {})
+    return Meta(step, "spec", "plan", {}, {}, skips=1)
 
 
 def checkpoints(folder: Path, group: dist.ProcessGroup) -> Checkpoints:

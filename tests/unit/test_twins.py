@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from impl.optimizers import eigenbasis
 from impl.optimizers.base import Optimizer, State, create, registry
 from tests.unit.twins import NEWTON_SCHULZ, TWINS, RotationTwin, Twin
 
@@ -425,6 +426,22 @@ def test_gradients_of_rank_one_are_a_number(name: str, shape: tuple[int, int], p
     direction = torch.outer(x, y)
     for got, expected in zip(run(name, [c * direction for c in numbers], **settings), rule(numbers), strict=True):
         torch.testing.assert_close(got, expected * direction, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["soap", "basis-rotation"])
+def test_rounding_of_rank_one_gradients_is_not_blown_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 and with the default eps, below the rounding that projections leave where a gradient has no part."""
+    generator = torch.Generator().manual_seed(8)
+    x, y = (torch.nn.functional.normalize(torch.randn(k, generator=generator, dtype=F64), dim=0) for k in (20, 30))
+    numbers, direction = [2.0, -0.5, 1.5, 0.3, -1.0, 0.4, 0.7, 1.1], torch.outer(x, y)
+    expected = [e * direction for e in functools.partial(RANK_ONE[name][0], eps=1e-8)(numbers)]
+
+    def error() -> float:
+        return largest_error(run(name, [(c * direction).to(F32) for c in numbers], eps=1e-8), expected)
+
+    assert error() < 1e-4
+    monkeypatch.setattr(eigenbasis, "drop_rounding", lambda projections: None)
+    assert error() > 0.5, "negative control"
 
 
 def test_the_twins_cover_the_optimizers_of_the_papers() -> None:
