@@ -23,7 +23,7 @@ def collect(stage: Stage, place: Place, parts: Sequence[Part], *, diverged: bool
     parts: of all stages.  diverged: whether a loss was not finite; weights that are not count as well.
     Under ``versions`` is what each stage of replica 0 did with which version of its weights.
     """
-    finite = not diverged and stage.is_finite()
+    finite = not diverged and stage.is_sound()
     mine = {
         "peak": stage.peak_stash_versions,
         "finite": finite,

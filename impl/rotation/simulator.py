@@ -183,7 +183,7 @@ def simulate(
         if not row.finite:
             out.diverged = True
             break
-    out.diverged |= not all(stage.is_finite() for stage in stages)
+    out.diverged |= not all(stage.is_sound() for stage in stages)
     out.log = [entry for stage in stages for entry in stage.log]
     out.peak_versions = tuple(stage.peak_stash_versions for stage in stages)
     out.params_digest = None if out.diverged else params_digest(stages)

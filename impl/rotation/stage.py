@@ -50,6 +50,10 @@ class Flight:
     sent: Tensor | None = None
 
 
+MOST_SKIPS = 3
+"""A stage that skips more updates in a row has diverged, as a training run does (``max_skips``)."""
+
+
 class Stage:
     """Stage ``index`` of ``schedule``, with fresh weights that do not depend on the partition.
 
@@ -97,6 +101,7 @@ class Stage:
         self._needs_last_step = self._predicts or overrides(method, "backward_weights")
         self._held: list[int] = []
         self._new_step = True
+        self._skips = 0
 
     @property
     def is_first(self) -> bool:
@@ -196,6 +201,7 @@ class Stage:
         self.engine.synchronize()
         for memory, new, old in zip(self.memory, self.engine.weights, before, strict=False):
             memory["update"] = torch.sub(new, old, out=old)
+        self._skips = self._skips + 1 if info.skipped else 0
         self._release()
         self.stash.after_update()
         self._new_step = True
@@ -221,10 +227,13 @@ class Stage:
         """Return what :meth:`forward` would, on the newest weights and without any trace."""
         return self._run(self.engine.weights, hidden, tokens, grad=False)
 
-    def is_finite(self) -> bool:
-        """Return whether all newest weights are finite, whatever the gradients were: methods may skip one."""
+    def is_sound(self) -> bool:
+        """Return whether all newest weights are finite and the last updates were not all skipped.
+
+        At most :data:`MOST_SKIPS` in a row may be.
+        """
         self.engine.synchronize()
-        return all(bool(t.isfinite().all()) for t in self.engine.weights)
+        return self._skips <= MOST_SKIPS and all(bool(t.isfinite().all()) for t in self.engine.weights)
 
     def bind_newest(self) -> None:
         """Let ``model`` show the newest weights, for reading them."""

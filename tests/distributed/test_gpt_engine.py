@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -120,14 +121,14 @@ def test_every_system_agrees_under_tensor_parallelism(dp: int, tp: int, reductio
 def accumulated(rank: int, world: int, micro: int) -> dict[str, Any]:
     mesh = Mesh.create(world, 1, CPU)
     calls = 0
-    original = Muon.update
+    original = Muon.update_many
 
-    def counting(self: Muon, *args: Any) -> Tensor:
+    def counting(self: Muon, grads: Sequence[Tensor], *args: Any) -> list[Tensor]:
         nonlocal calls
-        calls += 1
-        return original(self, *args)
+        calls += len(grads)
+        return original(self, grads, *args)
 
-    Muon.update = counting  # type: ignore[method-assign]
+    Muon.update_many = counting  # type: ignore[method-assign]
     model, engine = make(mesh, "qwen3-tiny", "canzona", "lpt-ns", "native")
     gradients: dict[str, Tensor] = {}
     update = engine._update

@@ -66,7 +66,7 @@ def expected(name: str, dp: int, tp: int, *, placed: bool = True) -> dict[str, T
     twin = Reference(random_tensors(SPECS, 1), SPECS, routed(name), OPTIONS, tp)
     for index, spec in enumerate(SPECS):
         if placed:
-            twin.optimizers[spec.name].place(twin.states[spec.name], index)
+            twin.optimizers[spec.name].place(twin.states[spec.name][0], index)
     for step in range(STEPS):
         twin.step([gradients(rank, step) for rank in range(dp)], LR)
     return twin.parameters

@@ -116,7 +116,7 @@ def test_every_fragment_has_one_state_among_the_ranks() -> None:
 
 
 def broken_join(rank: int, world: int, dp: int, tp: int, cases: list[tuple[str, str, str]]) -> list[Any]:
-    import impl.canzona.engine as module
+    import impl.canzona.updater as module
 
     def wrong(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
         if not spec.fragments:

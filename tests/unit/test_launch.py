@@ -158,12 +158,17 @@ def test_result_of_rows(tmp_path):
         for s in (1, 2, 3)
     ]
     rows.insert(2, {"event": "heldout", "step": 2, "loss": 3.5})
+    rows[-1]["not_finite"] = ["a.weight"]
+    rows.append({"event": "health", "step": 3, "worst": {"muon.orthogonality": 2.0}, "alarms": ["too large"]})
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert from_rows(path) == {
         "steps": 3,
         "final_loss": 2.0,
         "heldout_loss": 3.5,
         "heldout": [[2, 3.5]],
+        "skipped_steps": [3],
+        "health": {"muon.orthogonality": 2.0},
+        "alarms": ["step 3: too large"],
         "phase_seconds": {"forward": {"median": 2.5, "q25": 2.25, "q75": 2.75, "n": 2}},
     }
     assert quartiles([3.0]) == {"median": 3.0, "q25": 3.0, "q75": 3.0, "n": 1}

@@ -133,7 +133,7 @@ def test_the_workflow_plans_its_runs_and_only_those(project):
         assert {name for name, runs in added.items() if runs} >= {"step_time", "precision", "generality"}
         assert all("normuon" in run for runs in added.values() for run in runs)
     assert len(added["rotation"]) == 3  # P = 8, three seeds
-    shown = run(project, "snakemake", "--dryrun", "--cores=2", "--workflow-profile=none", "--", "all", "pipelines")
+    shown = run(project, "snakemake", "--dryrun", "--cores=2", "--workflow-profile=none", "--", "all")
     jobs = set(re.findall(r"runs/(normuon-[\w-]+)/manifest.json", shown))
     assert jobs == {run for name in ("step_time", "precision", "generality", "rotation") for run in added[name]}
 
@@ -143,7 +143,7 @@ def run_ids(where: Path, tier: str) -> str:
     code = "import json, sys; from impl.harness.experiments import all_runs; " + (
         "print(json.dumps({k: [r.id for r in v] for k, v in all_runs('experiments', sys.argv[1]).items()}))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(where)}
+    environment = {**os.environ, "PYTHONPATH": str(where), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, tier], cwd=where, env=environment, capture_output=True, text=True, check=True
     )

@@ -174,7 +174,7 @@ def test_smallest_tier_end_to_end_and_what_runs_again(copy):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_diverged_run_still_gives_table_and_figure(copy):
-    edit(copy / "experiments" / "precision.yaml", lambda d: small(d, lr=1e30, steps=4))
+    edit(copy / "experiments" / "precision.yaml", lambda d: small(d, lr=1e30, steps=8))
     snakemake(copy, "--config", "tier=ci", "--", "precision")
     results = copy / "results" / "generated" / "ci" / "precision"
     statuses = {json.loads(path.read_text())["status"] for path in results.rglob("manifest.json")}
