@@ -83,6 +83,8 @@ class Engine:
 
     model: this rank's TP shards; after construction its trainable parameters are views into flat buffers.
     optimizers: by the names that the plan's families carry.
+
+    skips: steps skipped in a row, the last one included.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Engine:
         rules = {family.name: optimizers[family.optimizer] for family in plan.families}
         decay, offload = self.options.weight_decay, self.options.offload
         self.updater = Updater(plan, mesh, self._buffers, rules, self._tp, weight_decay=decay, offload=offload)
+        self.skips = 0
         self._reducer = GradientReducer(self._buffers, make_reduction(self.options.reduction, self._dp), mesh.dp)
         self._synchronizer = ParameterSynchronizer(model, self._buffers, self._dp, self.clock)
 
@@ -140,6 +143,7 @@ class Engine:
             norm = global_norm(self._buffers, self.plan, self.mesh, self.world)
             bad = () if math.isfinite(norm) else not_finite(self._buffers, self.plan, self.mesh, self.world)
         self.updater.health.start(measure=measure)
+        self.skips = self.skips + 1 if bad else 0
         if bad:
             return StepInfo(norm, 1.0, bad)
         scale = clip_scale(norm, self.options.clip)
@@ -239,8 +243,8 @@ class Engine:
         return self.updater.health.alarms(worst)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's own part: step, masters of what it owns, states of what it hosts.  No copies."""
-        out = {"step": torch.tensor(self.steps)}
+        """Return this rank's own part: counts, masters of what it owns, states of what it hosts.  No copies."""
+        out = {"step": torch.tensor(self.steps), "skips": torch.tensor(self.skips)}
         for buffer in self._buffers:
             out |= {f"master/{name}": master for name, master in buffer.masters.items()}
         for name, state in self.states.items():
@@ -258,12 +262,12 @@ class Engine:
             raise KeyError(f"checkpoint and plan differ in {sorted(own.keys() ^ state.keys())[:3]}")
         for name, tensor in own.items():
             tensor.copy_(state[name])
-        self.adopt(int(own["step"]))
+        self.adopt(int(own["step"]), int(own["skips"]))
 
     @torch.no_grad()
-    def adopt(self, steps: int) -> None:
+    def adopt(self, steps: int, skips: int) -> None:
         """Go on after ``steps`` steps from masters and states that were just written; all ranks must call."""
-        self.updater.steps = steps
+        self.updater.steps, self.skips = steps, skips
         for buffer in self._buffers:
             for run in buffer.runs:
                 buffer.publish(run)

@@ -1,8 +1,9 @@
 """The state of an engine as whole tensors that do not depend on mesh, strategy or buckets.
 
-Names: ``step``; ``master/{parameter}``, fp32, in the parameter's whole shape; ``state/{parameter}[/{fragment}]/{key}``.
-A tensor of an atomic rule's state is whole where its host keeps it.  One of an elementwise rule has the parameter's
-shape, in rectangles of it; a scalar of such a rule is kept for each parameter, and must depend on the step alone.
+Names: ``step`` and ``skips``, counts of the engine; ``master/{parameter}``, fp32, in the parameter's whole shape;
+``state/{parameter}[/{fragment}]/{key}``.  A tensor of an atomic rule's state is whole where its host keeps it.  One of
+an elementwise rule has the parameter's shape, in rectangles of it; a scalar of such a rule is kept for each parameter,
+and must depend on the step alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from impl.canzona.global_tensor import GlobalTensor
 from impl.canzona.plan import Plan
 from impl.canzona.rectangles import Rectangle, Shape, rectangles
 
-STEP = "step"
+STEP, SKIPS = "step", "skips"
 
 
 def export(engine: Engine, unpadded: Mapping[str, Shape] | None = None) -> dict[str, GlobalTensor]:
@@ -33,7 +34,8 @@ def export(engine: Engine, unpadded: Mapping[str, Shape] | None = None) -> dict[
     Raises ``ValueError`` for a state of an elementwise rule that is neither of its range's shape nor a scalar.
     """
     view = _View(engine, unpadded)
-    out = {STEP: GlobalTensor.whole(torch.tensor(engine.steps))}
+    counts = {STEP: engine.steps, SKIPS: engine.skips}
+    out = {name: GlobalTensor.whole(torch.tensor(count)) for name, count in counts.items()}
     found: dict[str, list[Rectangle]] = defaultdict(list)
     for buffer in engine.buffers:
         for run in buffer.runs:
@@ -73,7 +75,7 @@ def restore(
                     "they are equal"
                 )
         tensor.copy_(values[0])
-    engine.adopt(int(tree[STEP].rectangles[0].tensor))
+    engine.adopt(*(int(tree[name].rectangles[0].tensor) for name in (STEP, SKIPS)))
     check_replicas(engine)
     return engine.steps
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,14 +24,19 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from impl.canzona.engine import Engine
 from impl.canzona.global_tensor import GlobalTensor, HostCopy, Loading, Saving
+from impl.canzona.mesh import Mesh
 from impl.canzona.portable import export, restore
 from impl.canzona.rectangles import Shape
 from impl.harness.parted_stream import merged
 from impl.harness.record import CorruptRecord, write_atomically
 from impl.harness.safetensors_storage import SafetensorsReader, SafetensorsWriter, check_files, read_index
 from impl.harness.step_folders import draft_of, path_of, publish
+from impl.models import hf_layout
+from impl.models.catalogue import ModelConfig
 
 META = "meta.json"
+TIMEOUT = timedelta(hours=1)
+"""Ranks wait for each other's files in the background; one that has died is noticed by the training itself."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
 """What reading files that are missing, cut short or altered raises."""
 
@@ -42,7 +48,6 @@ class Meta:
     settings: the run's, resolved; spec: their digest.
     plan: digest of the plan.
     data: state of the token stream, see :func:`impl.harness.parted_stream.merged`.
-    skips: steps skipped in a row, up to this one.
     """
 
     step: int
@@ -50,7 +55,6 @@ class Meta:
     plan: str
     settings: dict[str, Any]
     data: dict[str, Any]
-    skips: int = 0
 
     @property
     def origin(self) -> str:
@@ -68,6 +72,13 @@ class Checkpoints:
     def __init__(self, folder: Path, group: dist.ProcessGroup, unpadded: dict[str, Shape]) -> None:
         self._folder, self.group, self._unpadded = folder, group, unpadded
         self._pending: tuple[int, Future[Any]] | None = None
+
+    @classmethod
+    def of_run(cls, folder: Path, model: ModelConfig, mesh: Mesh) -> Checkpoints:
+        """Return the checkpoints in ``folder`` of a run of ``model``; all ranks of ``mesh`` must call."""
+        ranks = list(range(mesh.dp * mesh.tp))
+        group = cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", timeout=TIMEOUT))
+        return cls(folder, group, {p.name: hf_layout.unpadded(model, p) for p in model.parameters(mesh.tp)})
 
     def save(self, engine: Engine, meta: Meta) -> None:
         """Copy the state to host memory and start to write it; first wait until an earlier checkpoint is complete.
@@ -173,7 +184,7 @@ def check(path: Path) -> Meta:
     return meta
 
 
-_TYPES: dict[str, type] = {"step": int, "spec": str, "plan": str, "settings": dict, "data": dict, "skips": int}
+_TYPES: dict[str, type] = {"step": int, "spec": str, "plan": str, "settings": dict, "data": dict}
 
 
 def _cause(error: BaseException) -> str:

@@ -61,7 +61,9 @@ class RuntimeSpec(Frozen):
     heartbeat_s: float = Field(default=2.0, gt=0)
 
 
-_LATER = {"resume_from": None, "offload_state": False, "health_every": 50, "max_skips": 3}
+MOST_SKIPS = 3
+"""A training that skips more steps in a row than this has diverged, unless it is told otherwise."""
+_LATER = {"resume_from": None, "offload_state": False, "health_every": 50, "max_skips": MOST_SKIPS}
 _LATER_IN_PLAN = {"split": "none", "split_qkv": "matrices"}
 """Settings that came later: where they have these values, runs keep the names that they had without them."""
 
@@ -105,7 +107,7 @@ class RunSpec(Frozen):
     resume_from: str | None = None
     offload_state: bool = False
     health_every: int = Field(default=50, ge=0)
-    max_skips: int = Field(default=3, ge=0)
+    max_skips: int = Field(default=MOST_SKIPS, ge=0)
     schedule: ScheduleSpec = ScheduleSpec()
     data: DataSpec = DataSpec()
     plan: PlanOptions = PlanOptions()

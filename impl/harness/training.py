@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,10 @@ from impl.harness.schedule import learning_rate
 from impl.harness.setup import Setup, device_type, prepare
 from impl.harness.spec import RunSpec
 from impl.harness.worker import Rank
-from impl.models import gpt, hf_layout, weights
+from impl.models import gpt, weights
 from impl.models.gpt import PortableGPT
 from impl.optimizers import routing
 
-CHECKPOINT_TIMEOUT = timedelta(hours=1)
-"""Ranks wait for each other's files in the background; one that has died is noticed by the training itself."""
 HELDOUT_CHUNK = 8
 """Most sequences of one held-out forward; never more than a microbatch, which is known to fit."""
 
@@ -47,7 +45,7 @@ def train(me: Rank) -> None:
     mesh = Mesh.create(spec.dp, spec.tp, device, timeout=timedelta(seconds=spec.runtime.collective_timeout_s))
     progress = Progress(me.terminal, spec.steps, spec.runtime.heartbeat_s) if me.terminal is not None else None
     trainer = build(spec, setup, mesh, me.folder, progress)
-    trainer.checkpoints = open_checkpoints(setup, mesh, me.folder)
+    trainer.checkpoints = Checkpoints.of_run(me.folder.checkpoints, setup.model, mesh)
     first = trainer.resume() + 1
     trainer.announce(first)
     status = trainer.run(first)
@@ -93,21 +91,12 @@ def build(
     return Trainer(spec, setup, mesh, model, engine, stream, folder, progress)
 
 
-def open_checkpoints(setup: Setup, mesh: Mesh, folder: RunFolder) -> Checkpoints:
-    """Return the checkpoints of the run in ``folder``; all ranks of ``mesh`` must call."""
-    ranks = list(range(mesh.dp * mesh.tp))
-    group = cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", timeout=CHECKPOINT_TIMEOUT))
-    unpadded = {p.name: hf_layout.unpadded(setup.model, p) for p in setup.model.parameters(mesh.tp)}
-    return Checkpoints(folder.checkpoints, group, unpadded)
-
-
 @dataclass
 class Trainer:
     """One rank's model, engine and data.  Every rank calls the methods in the same order.
 
     progress: on rank 0 only, which also writes ``metrics.jsonl``.
     audit: all collectives of the first step that this process ran, by phase.
-    skips: steps skipped in a row.
     checkpoints: None where the run has none.
     """
 
@@ -120,7 +109,6 @@ class Trainer:
     folder: RunFolder
     progress: Progress | None
     audit: dict[str, Any] | None = None
-    skips: int = 0
     checkpoints: Checkpoints | None = None
 
     @property
@@ -163,7 +151,6 @@ class Trainer:
         if meta is None:
             return 0
         self.stream.load_state_dict(meta.data)
-        self.skips = meta.skips
         if isinstance(found[0], str):
             self.say(f"going on from {found[0]} ({meta.origin})")
             if self.spec.checkpoint_every:
@@ -219,17 +206,20 @@ class Trainer:
             self.progress.step(step, loss, speed)
         self.report_health(step, engine.worst_health())
         if not info.skipped:
-            self.skips = 0
             return math.isfinite(loss)
-        self.skips += 1
         self.say(f"step {step} skipped: the gradient of {info.not_finite[0]} is not finite")
-        return self.skips <= spec.max_skips
+        return engine.skips <= spec.max_skips
 
     def report_health(self, step: int, worst: dict[str, float]) -> None:
-        """Write what the optimizers measured in ``step``, if they did, and warn of what is not healthy."""
+        """Write what the optimizers measured in ``step``, if they did, and counted so far; warn of what is not healthy.
+
+        Whatever they count is something that should not happen.
+        """
         if worst:
-            alarms = self.engine.alarms(worst)
-            self.write({"event": "health", "step": step, "worst": worst, "alarms": alarms})
+            counters = self.engine.counters()
+            counted = [f"{name} is {count} so far" for name, count in counters.items() if count]
+            alarms = self.engine.alarms(worst) + counted
+            self.write({"event": "health", "step": step, "worst": worst, "counters": counters, "alarms": alarms})
             for alarm in alarms:
                 self.say(f"alarm at step {step}: {alarm}")
 
@@ -275,7 +265,7 @@ class Trainer:
         """Start to write a checkpoint, which goes on while the training does."""
         assert self.checkpoints is not None
         spec = self.spec
-        meta = Meta(step, spec.digest, self.setup.plan.digest, spec.resolved(), self.stream.state_dict(), self.skips)
+        meta = Meta(step, spec.digest, self.setup.plan.digest, spec.resolved(), self.stream.state_dict())
         self.checkpoints.save(self.engine, meta)
 
     def write(self, row: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from impl.canzona.engine import StepInfo
 from impl.canzona.mesh import Mesh
+from impl.harness.spec import MOST_SKIPS
 from impl.models import gpt, weights
 from impl.models.catalogue import ModelConfig, Part
 from impl.rotation.method import Method, contexts
@@ -48,10 +49,6 @@ class Flight:
     weights: Weights | None
     predicted: bool
     sent: Tensor | None = None
-
-
-MOST_SKIPS = 3
-"""A stage that skips more updates in a row has diverged, as a training run does (``max_skips``)."""
 
 
 class Stage:
@@ -101,7 +98,6 @@ class Stage:
         self._needs_last_step = self._predicts or overrides(method, "backward_weights")
         self._held: list[int] = []
         self._new_step = True
-        self._skips = 0
 
     @property
     def is_first(self) -> bool:
@@ -201,7 +197,6 @@ class Stage:
         self.engine.synchronize()
         for memory, new, old in zip(self.memory, self.engine.weights, before, strict=False):
             memory["update"] = torch.sub(new, old, out=old)
-        self._skips = self._skips + 1 if info.skipped else 0
         self._release()
         self.stash.after_update()
         self._new_step = True
@@ -230,10 +225,10 @@ class Stage:
     def is_sound(self) -> bool:
         """Return whether all newest weights are finite and the last updates were not all skipped.
 
-        At most :data:`MOST_SKIPS` in a row may be.
+        At most :data:`~impl.harness.spec.MOST_SKIPS` in a row may be.
         """
         self.engine.synchronize()
-        return self._skips <= MOST_SKIPS and all(bool(t.isfinite().all()) for t in self.engine.weights)
+        return self.engine.skips <= MOST_SKIPS and all(bool(t.isfinite().all()) for t in self.engine.weights)
 
     def bind_newest(self) -> None:
         """Let ``model`` show the newest weights, for reading them."""

@@ -142,7 +142,7 @@ def reference(job: Job, stages: Sequence[tuple[System, range]]) -> Tensors:
         names = [f"{spec.name}/{fragment.name}" for fragment in spec.fragments] or [spec.name]
         for name, state in zip(names, twin.states[spec.name], strict=True):
             out |= {f"state/{name}/{key}": tensor for key, tensor in state.items()}
-    return out | {"step": torch.tensor(twin.steps)}
+    return out | {"step": torch.tensor(twin.steps), "skips": torch.tensor(0)}
 
 
 def wrong(engine: Engine, expected: Tensors) -> list[str]:

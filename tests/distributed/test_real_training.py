@@ -153,26 +153,28 @@ def run_skips(rank: int, world: int, dp: int, tp: int) -> list[Any]:
             poisons = [{"a_fc1.weight": math.nan}, {"head.weight": math.inf, "b_odd.weight": -math.inf}]
             infos = [advance(model, engine, 9, poison if mesh.dp_rank == 0 else None) for poison in poisons]
             after = snapshot(model, engine)
-            untouched = all(torch.equal(before[k], after[k]) for k in before)
+            untouched = [k for k in before if not torch.equal(before[k], after[k])] == ["skips"]
+            in_a_row = engine.skips, int(after["skips"])
             advance(model, engine, 1)
             advance(clean_model, clean, 1)
             goes_on = all(
                 torch.equal(a, b)
                 for a, b in zip(snapshot(model, engine).values(), snapshot(clean_model, clean).values(), strict=True)
             )
-            out.append((strategy, optimizer, [i.not_finite for i in infos], untouched, goes_on, engine.steps))
+            counts = (*in_a_row, engine.skips, engine.steps)
+            out.append((strategy, optimizer, [i.not_finite for i in infos], untouched, goes_on, counts))
     return out
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)])
 def test_a_step_that_is_not_finite_is_skipped_and_names_its_parameters(dp: int, tp: int) -> None:
     for result in run_ranks(run_skips, dp * tp, dp, tp, timeout=200):
-        for strategy, optimizer, names, untouched, goes_on, steps in result:
+        for strategy, optimizer, names, untouched, goes_on, counts in result:
             up = "a_fc1.weight/up" if strategy in ("asc", "canzona") else "a_fc1.weight"
             assert names == [(up,), ("b_odd.weight", "head.weight")], (strategy, optimizer)
             assert untouched, (strategy, optimizer)
             assert goes_on, (strategy, optimizer)
-            assert steps == 2
+            assert counts == (2, 2, 0, 2)
 
 
 def run_offloaded(rank: int, world: int, dp: int, tp: int) -> list[Any]:
