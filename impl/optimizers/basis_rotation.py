@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Annotated, Literal, cast
 
@@ -128,7 +128,8 @@ class BasisRotation(Optimizer):
             grad = grads[index]
             if peak * peak * grad.numel() <= torch.finfo(grad.dtype).max:  # False for NaN
                 due = (step + int(offset)) % self.settings.period == 0
-                keys.append((step - int(skipped), due, refreshes == 0, *self._key(index, grad)))
+                sides = [*grad.shape, *(block.size for block in self._blocks(tuple(grad.shape)))]
+                keys.append((step - int(skipped), due, refreshes == 0, *batching.key(index, grad, sides)))
                 accepted.append(index)
             else:
                 out[index] = torch.zeros_like(grad)
@@ -143,12 +144,6 @@ class BasisRotation(Optimizer):
             for index, update in zip(members, self._advance(gradients, mine, t, due, first), strict=True):
                 out[index] = update
         return out
-
-    def _key(self, index: int, grad: Tensor) -> tuple[Hashable, ...]:
-        """Return what matrices of one batch have in common besides the place in their run."""
-        shape = tuple(grad.shape)
-        sides = [*shape, *(block.size for block in self._blocks(shape))]
-        return (shape,) if batching.keeps_bits(grad.itemsize, *sides) else (shape, index)
 
     def _advance(self, gradients: Tensor, states: Sequence[State], t: int, due: bool, first: bool) -> Tensor:
         """Advance the equal-shaped ``states`` by their t-th gradients ``[b, m, n]`` and return the updates."""

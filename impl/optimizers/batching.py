@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from impl.optimizers.base import State
 
 ALIGNMENT = 64
 """Bytes to which PyTorch aligns an allocation on a CPU."""
@@ -17,6 +22,30 @@ def keeps_bits(itemsize: int, *elements: int) -> bool:
     another kernel for another number of matrices.
     """
     return all(count * itemsize % ALIGNMENT == 0 for count in elements)
+
+
+def key(index: int, grad: Tensor, sides: Sequence[int]) -> tuple[Hashable, ...]:
+    """Return what ``grad`` has in common with those in its batch: the shape, unless a batch would change its bits.
+
+    index: its own number.  sides: lengths of the rows of everything that takes part in its products.
+    """
+    shape = tuple(grad.shape)
+    return (shape,) if keeps_bits(grad.itemsize, *sides) else (shape, index)
+
+
+def in_batches(
+    advance: Callable[[Tensor, list[State]], Tensor],
+    keys: Sequence[Hashable],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+) -> list[Tensor]:
+    """Return the updates of ``grads``, those of equal keys computed at once by ``advance([b, m, n], their states)``."""
+    out = [torch.empty(0)] * len(grads)
+    for members in group(keys):
+        updates = advance(torch.stack([grads[i] for i in members]), [states[i] for i in members])
+        for index, update in zip(members, updates, strict=True):
+            out[index] = update
+    return out
 
 
 def group(keys: Sequence[Hashable]) -> list[list[int]]:

@@ -8,7 +8,7 @@ State, fp32: the momentum, for each preconditioned side its statistics and their
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Literal, cast
@@ -110,18 +110,10 @@ class Shampoo(Optimizer):
     @torch.no_grad()
     def update_many(self, grads: Sequence[Tensor], states: Sequence[State], step: int) -> list[Tensor]:
         """Return what :meth:`update` would, equal shapes batched where that keeps their bits."""
-        out = [torch.empty(0)] * len(grads)
-        for members in batching.group([self._key(index, grad) for index, grad in enumerate(grads)]):
-            gradients, mine = torch.stack([grads[i] for i in members]), [states[i] for i in members]
-            for index, update in zip(members, self._advance(gradients, mine, step), strict=True):
-                out[index] = update
-        return out
-
-    def _key(self, index: int, grad: Tensor) -> tuple[Hashable, ...]:
-        """Return what matrices of one batch have in common."""
-        shape = tuple(grad.shape)
-        eigenbasis.require_matrix(shape, self.name)
-        return (shape,) if batching.keeps_bits(grad.itemsize, *shape) else (shape, index)
+        for grad in grads:
+            eigenbasis.require_matrix(tuple(grad.shape), self.name)
+        keys = [batching.key(index, grad, grad.shape) for index, grad in enumerate(grads)]
+        return batching.in_batches(partial(self._advance, step=step), keys, grads, states)
 
     def _advance(self, gradients: Tensor, states: Sequence[State], step: int) -> Tensor:
         """Advance the equal-shaped ``states`` by their gradients ``[b, m, n]`` and return the updates."""

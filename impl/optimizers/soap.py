@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, cast
 
@@ -76,21 +77,18 @@ class Soap(Optimizer):
     @torch.no_grad()
     def update_many(self, grads: Sequence[Tensor], states: Sequence[State], step: int) -> list[Tensor]:
         """Return what :meth:`update` would, equal shapes batched where that keeps their bits."""
-        out = [torch.empty(0)] * len(grads)
-        for members in batching.group([self._key(index, grad) for index, grad in enumerate(grads)]):
-            gradients, mine = torch.stack([grads[i] for i in members]), [states[i] for i in members]
-            parts = self._blocks(tuple(gradients.shape[1:]))
-            updates = self._step(gradients, mine, step - 1, parts) if step > 1 else torch.zeros_like(gradients)
-            self._follow(gradients, mine, step - 1, parts)
-            for index, update in zip(members, updates, strict=True):
-                out[index] = update
-        return out
+        keys = [batching.key(index, grad, self._sides(grad)) for index, grad in enumerate(grads)]
+        return batching.in_batches(partial(self._advance, step=step), keys, grads, states)
 
-    def _key(self, index: int, grad: Tensor) -> tuple[object, ...]:
-        """Return what matrices of one batch have in common."""
-        shape = tuple(grad.shape)
-        sides = [*shape, *(block.size for block in self._blocks(shape))]
-        return (shape,) if batching.keeps_bits(grad.itemsize, *sides) else (shape, index)
+    def _sides(self, grad: Tensor) -> list[int]:
+        return [*grad.shape, *(block.size for block in self._blocks(tuple(grad.shape)))]
+
+    def _advance(self, gradients: Tensor, states: Sequence[State], step: int) -> Tensor:
+        """Advance the equal-shaped ``states`` by their gradients ``[b, m, n]`` and return the updates."""
+        parts = self._blocks(tuple(gradients.shape[1:]))
+        updates = self._step(gradients, states, step - 1, parts) if step > 1 else torch.zeros_like(gradients)
+        self._follow(gradients, states, step - 1, parts)
+        return updates
 
     def _step(self, gradients: Tensor, states: Sequence[State], t: int, parts: Sequence[Block]) -> Tensor:
         beta1, beta2 = self.settings.betas

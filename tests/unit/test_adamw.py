@@ -1,4 +1,4 @@
-"""AdamW against a float64 twin and torch.optim.AdamW, and on pieces of a tensor."""
+"""AdamW against its closed form (test_oracles.py has torch.optim.AdamW), and on pieces of a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gradients(shape, count, seed=0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * 10.0 ** -(i % 3) for i in range(count)]
 
 
-def twin(grads, beta1, beta2, eps) -> Tensor:
+def closed_form(grads, beta1, beta2, eps) -> Tensor:
     """The last update in float64, from sums over the whole history instead of a recurrence."""
     t = len(grads)
     first = sum((1 - beta1) * beta1 ** (t - i) * g.double() for i, g in enumerate(grads, 1))
@@ -27,31 +27,15 @@ def twin(grads, beta1, beta2, eps) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(7,), (5, 9), (1,), (2, 3, 4)])
 @pytest.mark.parametrize("steps", [1, 2, 9])
-def test_equals_the_twin(shape, steps):
+def test_equals_the_closed_form(shape, steps):
     adamw = create("adamw", {"betas": (0.8, 0.99), "eps": 1e-3})
     state = adamw.init_state(shape, CPU)
     grads = gradients(shape, steps)
     for step, grad in enumerate(grads, 1):
         update = adamw.update(grad, state, step)
-    torch.testing.assert_close(update.double(), twin(grads, 0.8, 0.99, 1e-3), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(update.double(), closed_form(grads, 0.8, 0.99, 1e-3), rtol=2e-5, atol=1e-6)
     # negative control: bias correction of another step is noticed
-    assert not torch.allclose(update.double(), twin([*grads, grads[-1] * 0], 0.8, 0.99, 1e-3), rtol=1e-3)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_torch_parity(weight_decay):
-    """With the engine's decay and step the parameters follow torch.optim.AdamW to 1e-7 relative."""
-    lr, steps = 1e-2, 20
-    start = torch.randn(33, 17, generator=torch.Generator().manual_seed(1))
-    reference = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([reference], lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
-    adamw = create("adamw")
-    state, ours = adamw.init_state((33, 17), CPU), start.clone()
-    for step, grad in enumerate(gradients((33, 17), steps), 1):
-        reference.grad = grad.clone()
-        optimizer.step()
-        ours.mul_(1 - lr * weight_decay).sub_(adamw.update(grad, state, step), alpha=lr)
-    assert (ours - reference.detach()).norm() / reference.detach().norm() < 1e-7
+    assert not torch.allclose(update.double(), closed_form([*grads, grads[-1] * 0], 0.8, 0.99, 1e-3), rtol=1e-3)
 
 
 def test_a_flat_range_has_the_bits_of_the_whole():

@@ -1,91 +1,13 @@
-"""Basis rotation against a float64 twin, Adam and SOAP; its invariances, its schedule and its options."""
+"""Basis rotation against Adam and SOAP; its invariances, its schedule and its options (test_twins.py has its twin)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from impl.optimizers import eigenbasis
 from impl.optimizers.base import create
 from impl.optimizers.soap import Soap, SoapHyper
-from tests.unit.rotation_cases import CPU, VARIANTS, bases, clone, gradients, rotation, run
-
-
-class Twin:
-    """Section by section from the formulas, in float64, one matrix, with explicit products ``M M^T``."""
-
-    def __init__(self, source, geometry, period, betas, eps, nesterov=False):
-        self.source, self.geometry, self.period = source, geometry, period
-        self.betas, self.eps, self.nesterov = betas, eps, nesterov
-        self.t, self.bases = 0, {}
-
-    def update(self, grad, first_bases=None):
-        """``first_bases``: to start from, as eigenvectors of equal eigenvalues are not unique; checked to be some."""
-        g, (b1, b2) = grad.double(), self.betas
-        m, n = g.shape
-        if self.t == 0:
-            self.momentum, self.second = torch.zeros_like(g), torch.zeros_like(g)
-            self.average = {"left": torch.zeros(m, m).double(), "right": torch.zeros(n, n).double()}
-        self.t += 1
-        self.momentum = b1 * self.momentum + (1 - b1) * g
-        self.average["left"] = b2 * self.average["left"] + (1 - b2) * g @ g.T
-        self.average["right"] = b2 * self.average["right"] + (1 - b2) * g.T @ g
-        sides = ("left", "right") if self.geometry == "bilateral" else ("left",) if m < n else ("right",)
-        for side in sides:
-            if self.t == 1 or self.t % self.period == 0:
-                self.refresh(side, first_bases)
-        u = self.bases.get("left", torch.eye(m).double())
-        v = self.bases.get("right", torch.eye(n).double())
-        self.second = b2 * self.second + (1 - b2) * (u.T @ g @ v) ** 2
-        step, weights = self.momentum, 1 - b1**self.t
-        if self.nesterov:
-            step, weights = b1 * self.momentum + (1 - b1) * g, 1 - b1 ** (self.t + 1)
-        direction = (u.T @ step @ v) / (self.second.sqrt() + self.eps)
-        return u @ direction @ v.T * (1 - b2**self.t) ** 0.5 / weights
-
-    def refresh(self, side, first_bases):
-        x = self.momentum if side == "left" else self.momentum.T
-        a = self.average[side] if self.source == "2nd" else x @ x.T
-        if side not in self.bases:
-            self.bases[side] = q = first_bases[f"basis.{side}.0"].double()
-            torch.testing.assert_close(q.T @ q, torch.eye(len(a)).double(), rtol=0, atol=1e-5)
-            eigenvalues = torch.linalg.eigvalsh(a).flip(0).diag()
-            torch.testing.assert_close(q.T @ a @ q, eigenvalues, rtol=1e-3, atol=1e-5 * float(a.trace()))
-            return
-        q = self.bases[side]
-        order = torch.argsort((q.T @ a @ q).diag(), descending=True)
-        self.second = self.second[order] if side == "left" else self.second[:, order]
-        if self.source == "1st":
-            a = a + eigenbasis.RIDGE * a.trace() / len(a) * torch.eye(len(a)).double()
-        self.bases[side] = torch.linalg.qr(a @ q[:, order])[0]
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("period", [1, 3])
-@pytest.mark.parametrize("shape", [(5, 8), (8, 5), (6, 6)])
-@pytest.mark.parametrize(("source", "geometry"), VARIANTS)
-def test_equals_the_twin(source, geometry, shape, period, nesterov):
-    # eps keeps directions without any gradient yet, where fp32 has only rounding, from counting
-    common = {"betas": (0.8, 0.95), "eps": 1e-3, "nesterov": nesterov}
-    optimizer, state = rotation(source=source, geometry=geometry, period=period, **common), None
-    twin = Twin(source, geometry, period, **common)
-    other = Twin(source, geometry, period, (0.8, 0.95), 1e-3, not nesterov)
-    for step, grad in enumerate(gradients(shape, 12), 1):
-        (update,), state = run(optimizer, [grad], state, step)
-        expected, wrong = twin.update(grad, bases(state)), other.update(grad, bases(state))
-        assert (update - expected).norm() < 2e-3 * expected.norm()
-    assert (update - wrong).norm() > 0.05 * wrong.norm(), "negative control"
-
-
-def test_the_twin_notices_an_order_that_leaves_the_second_moment_behind(monkeypatch):
-    monkeypatch.setattr(eigenbasis, "permute", lambda second, block, order: None)
-    twin = Twin("2nd", "bilateral", 1, (0.8, 0.95), 1e-3)
-    grads = gradients((6, 6), 6)
-    optimizer = rotation(period=1, betas=(0.8, 0.95), eps=1e-3)
-    first = bases(run(optimizer, grads[:1])[1])
-    updates, _ = run(optimizer, grads)
-    expected = [twin.update(grad, first) for grad in grads]
-    assert max(float((u - e).norm() / e.norm()) for u, e in zip(updates, expected, strict=True)) > 0.05
+from tests.unit.matrix_cases import CPU, VARIANTS, bases, clone, gradients, rotation, run
 
 
 @pytest.mark.parametrize("beyond", ["unrotated", "blocks"])

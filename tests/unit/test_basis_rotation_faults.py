@@ -5,22 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.rotation_cases import CPU, VARIANTS, bases, clone, gradients, rotation, run
+from tests.unit.matrix_cases import CPU, VARIANTS, bases, clone, degenerate, failing, gradients, rotation, run
 
 
 @pytest.mark.parametrize(("source", "geometry"), VARIANTS)
 @pytest.mark.parametrize("kind", ["zero", "rank-1", "zero column", "tiny", "huge"])
 def test_degenerate_gradients(source, geometry, kind):
-    grads = gradients((6, 5), 6)
-    if kind == "zero":
-        grads = [g * 0 for g in grads]
-    elif kind == "rank-1":
-        grads = [torch.outer(g[:, 0], g[0]) for g in grads]
-    elif kind == "zero column":
-        for g in grads:
-            g[:, 2] = 0
-    else:
-        grads = [g * (1e-30 if kind == "tiny" else 1e15) for g in grads]
+    grads = degenerate(kind, gradients((6, 5), 6), tiny=1e-30)
     updates, state = run(rotation(source=source, geometry=geometry, period=2), grads)
     assert all(update.isfinite().all() for update in updates)
     assert all(tensor.isfinite().all() for tensor in state.values())
@@ -63,15 +54,6 @@ def test_a_bad_gradient_does_not_touch_its_neighbours():
     for i in (0, 2):
         assert torch.equal(updates[i], run(optimizer, [grads[i]])[0][0])
     assert [int(state["skipped"]) for state in states] == [0, 1, 0]
-
-
-def failing(function, fails):
-    def wrapped(x, *args, **kwargs):
-        if fails(x):
-            raise torch.linalg.LinAlgError("did not converge")
-        return function(x, *args, **kwargs)
-
-    return wrapped
 
 
 SOLVERS = [("2nd", "eigh", 1), ("1st", "svd", 1), ("2nd", "qr", 4), ("1st", "qr", 4)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from impl.optimizers import eigenbasis
-from tests.unit.rotation_cases import bases, clone, rotation, run
+from tests.unit.matrix_cases import bases, clone, rotation, run
 
 
 def test_directions_without_momentum_stay(monkeypatch):

@@ -1,4 +1,4 @@
-"""NAdam against a float64 twin and torch.optim.NAdam, and on pieces of a tensor."""
+"""NAdam against its closed form (test_oracles.py has torch.optim.NAdam), and on pieces of a tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gradients(shape, count, seed=0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * 10.0 ** -(i % 3) for i in range(count)]
 
 
-def twin(grads, beta1, beta2, eps, decay) -> Tensor:
+def closed_form(grads, beta1, beta2, eps, decay) -> Tensor:
     """The last update in float64, from sums and products over the whole history."""
     t = len(grads)
     mu = [beta1 * (1 - 0.5 * 0.96 ** (i * decay)) for i in range(1, t + 2)]
@@ -30,38 +30,14 @@ def twin(grads, beta1, beta2, eps, decay) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(7,), (5, 9), (1,), (2, 3, 4)])
 @pytest.mark.parametrize("steps", [1, 2, 9])
-def test_equals_the_twin(shape, steps):
+def test_equals_the_closed_form(shape, steps):
     nadam = create("nadam", {"betas": (0.9, 0.99), "eps": 1e-3, "momentum_decay": 0.01})
     state, grads = nadam.init_state(shape, CPU), gradients(shape, steps)
     for step, grad in enumerate(grads, 1):
         update = nadam.update(grad, state, step)
-    torch.testing.assert_close(update.double(), twin(grads, 0.9, 0.99, 1e-3, 0.01), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(update.double(), closed_form(grads, 0.9, 0.99, 1e-3, 0.01), rtol=2e-5, atol=1e-6)
     # negative control: another schedule of mu is noticed
-    assert not torch.allclose(update.double(), twin(grads, 0.9, 0.99, 1e-3, 4.0), rtol=1e-3)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("steps", [3, 60])
-def test_torch_parity(weight_decay, steps):
-    """With the engine's decay and step the parameters follow torch.optim.NAdam with the default settings."""
-    lr = 1e-2
-    start = torch.randn(33, 17, generator=torch.Generator().manual_seed(1))
-    reference = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.NAdam(
-        [reference],
-        lr=lr,
-        betas=(0.99, 0.999),
-        momentum_decay=0.004,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=True,
-    )
-    nadam = create("nadam")
-    state, ours = nadam.init_state((33, 17), CPU), start.clone()
-    for step, grad in enumerate(gradients((33, 17), steps), 1):
-        reference.grad = grad.clone()
-        optimizer.step()
-        ours.mul_(1 - lr * weight_decay).sub_(nadam.update(grad, state, step), alpha=lr)
-    assert (ours - reference.detach()).norm() / reference.detach().norm() < 1e-6
+    assert not torch.allclose(update.double(), closed_form(grads, 0.9, 0.99, 1e-3, 4.0), rtol=1e-3)
 
 
 def test_a_flat_range_has_the_bits_of_the_whole():

@@ -1,6 +1,8 @@
-"""Shampoo against a float64 twin and closed forms, its schedule, caps and grafting, and its behaviour at the edges."""
+"""Shampoo against closed forms, its schedule, caps and grafting, and the edges (test_twins.py has its twin)."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -9,26 +11,19 @@ from torch import Tensor
 from impl.errors import ConfigError
 from impl.optimizers import inverse_root
 from impl.optimizers.base import create
+from tests.unit import matrix_cases
+from tests.unit.matrix_cases import CPU, degenerate, failing
 
-CPU = torch.device("cpu")
 F64 = torch.float64
 COMMON = {"momentum": 0.8, "shampoo_beta": 0.9, "ridge": 1e-3}
 KEYS = ("left.0", "right.0")
 
 
-def gradients(shape, count, seed=0, dtype=F64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    m, n = shape
-    left = torch.randn(m, m, generator=generator, dtype=F64)
-    right = torch.randn(n, n, generator=generator, dtype=F64)
-    inner = [torch.randn(m, n, generator=generator, dtype=F64) for _ in range(count)]
-    return [(left @ x @ right / (m * n) ** 0.5).to(dtype) for x in inner]
+gradients = partial(matrix_cases.gradients, dtype=F64)
 
 
 def run(settings, grads, state=None, start=1):
-    shampoo = create("shampoo", settings)
-    state = shampoo.init_state(tuple(grads[0].shape), CPU, grads[0].dtype) if state is None else state
-    return [shampoo.update(grad, state, step) for step, grad in enumerate(grads, start)], state
+    return matrix_cases.run(create("shampoo", settings), grads, state, start)
 
 
 def root_of(a: Tensor, power: float, ridge: float) -> Tensor:
@@ -37,49 +32,8 @@ def root_of(a: Tensor, power: float, ridge: float) -> Tensor:
     return (u * (s + ridge * s[0]) ** -power) @ u.T
 
 
-def twin(grads, period=10, momentum=0.9, shampoo_beta=0.95, ridge=1e-6, exponent=0.25, sides=(0, 1), grafting="none"):
-    """All updates, from weighted sums over the whole history instead of recurrences."""
-
-    def average(terms, beta):
-        weights = [beta ** (len(terms) - i) for i in range(1, len(terms) + 1)]
-        return sum(w * x for w, x in zip(weights, terms, strict=True)) / sum(weights)
-
-    roots, out = {}, []
-    power = exponent if len(sides) == 2 else 2 * exponent
-    for t in range(1, len(grads) + 1):
-        seen = grads[:t]
-        for side in sides:
-            squares = [g @ g.T if side == 0 else g.T @ g for g in seen]
-            if t == 1 or t % period == 0:
-                roots[side] = root_of(average(squares, shampoo_beta), power, ridge)
-        m = average(seen, momentum)
-        update = roots[0] @ m if 0 in roots else m
-        update = update @ roots[1] if 1 in roots else update
-        if grafting == "sgd":
-            update = update * m.norm() / update.norm()
-        elif grafting == "adam":
-            adam = m / (average([g**2 for g in seen], 0.95).sqrt() + 1e-8)
-            update = update * adam.norm() / update.norm()
-        out.append(update)
-    return out
-
-
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-@pytest.mark.parametrize("root", inverse_root.ROOTS)
-@pytest.mark.parametrize("grafting", ["none", "sgd", "adam"])
-@pytest.mark.parametrize("shape", [(6, 6), (5, 7), (7, 4), (1, 5)])
-def test_equals_the_twin(shape, grafting, root):
-    grads = gradients(shape, 9)
-    updates, _ = run({**COMMON, "period": 4, "grafting": grafting, "root": root}, grads)
-    expected = twin(grads, period=4, grafting=grafting, **COMMON)
-    bound = 1e-11 if root == "eigh" else 1e-5  # coupled Newton estimates the largest eigenvalue of the ridge
-    for update, right in zip(updates, expected, strict=True):
-        assert update.dtype == F64
-        assert distance(update, right) < bound
-    assert distance(updates[-1], twin(grads, period=3, grafting=grafting, **COMMON)[-1]) > 1e-3, "negative control"
 
 
 @pytest.mark.parametrize("root", inverse_root.ROOTS)
@@ -105,12 +59,9 @@ def test_the_first_update_has_powers_of_the_singular_values(exponent, max_side):
 
 @pytest.mark.parametrize(("max_side", "sides"), [(6, (1,)), (5, (1,)), (8, (0, 1)), (4, ())])
 def test_a_side_beyond_the_cap_is_not_preconditioned(max_side, sides):
-    grads = gradients((8, 5), 9)
-    updates, state = run({**COMMON, "period": 2, "max_side": max_side}, grads)
+    _, state = run({**COMMON, "max_side": max_side}, gradients((8, 5), 1))
     held = {f"{what}.{KEYS[side]}" for side in sides for what in ("factor", "root")}
     assert set(state) == {"momentum", "failures", "fallbacks"} | held
-    for update, right in zip(updates, twin(grads, 2, **COMMON, sides=sides), strict=True):
-        assert distance(update, right) < 1e-11
 
 
 @pytest.mark.parametrize(("root", "power"), [("eigh", 0.3), *(("coupled-newton", p) for p in (0.5, 0.25, 0.125))])
@@ -164,18 +115,7 @@ def test_roots_are_refreshed_at_step_1_and_on_the_period():
 @pytest.mark.parametrize("grafting", ["none", "sgd", "adam"])
 @pytest.mark.parametrize("kind", ["zero", "rank-1", "zero column", "tiny", "huge", "zero, then not"])
 def test_degenerate_gradients(kind, grafting, root):
-    grads = gradients((6, 5), 5, dtype=torch.float32)
-    if kind == "zero":
-        grads = [g * 0 for g in grads]
-    elif kind == "zero, then not":
-        grads[0] = grads[0] * 0
-    elif kind == "rank-1":
-        grads = [torch.outer(g[:, 0], g[0]) for g in grads]
-    elif kind == "zero column":
-        for g in grads:
-            g[:, 2] = 0
-    else:
-        grads = [g * (1e-20 if kind == "tiny" else 1e30) for g in grads]
+    grads = degenerate(kind, gradients((6, 5), 5, dtype=torch.float32), huge=1e30)
     updates, state = run({"period": 2, "grafting": grafting, "root": root}, grads)
     assert all(tensor.isfinite().all() for tensor in (*updates, *state.values()))
     assert int(state["failures"]) == 0
@@ -199,21 +139,10 @@ def test_a_nan_gives_nan_updates_and_no_crash():
     assert state["root.left.0"].isfinite().all()
 
 
-def failing(fails):
-    eigh = torch.linalg.eigh
-
-    def wrapped(x):
-        if fails(x):
-            raise torch.linalg.LinAlgError("did not converge")
-        return eigh(x)
-
-    return wrapped
-
-
 def test_a_failed_eigh_is_tried_in_float64(monkeypatch):
     grads = gradients((6, 5), 3, dtype=torch.float32)
     expected, _ = run({**COMMON, "period": 2}, grads)
-    monkeypatch.setattr(torch.linalg, "eigh", failing(lambda x: x.dtype == torch.float32))
+    monkeypatch.setattr(torch.linalg, "eigh", failing(torch.linalg.eigh, lambda x: x.dtype == torch.float32))
     updates, state = run({**COMMON, "period": 2}, grads)
     assert distance(updates[-1], expected[-1]) < 1e-3
     assert (int(state["fallbacks"]), int(state["failures"])) == (4, 0)
@@ -224,7 +153,7 @@ def test_a_hopeless_eigh_keeps_the_root_and_is_counted(monkeypatch):
     _, state = run({"period": 2}, grads[:1])
     before = {key: state[f"root.{key}"].clone() for key in KEYS}
     with monkeypatch.context() as patch:
-        patch.setattr(torch.linalg, "eigh", failing(lambda x: x.shape[-1] == 6))
+        patch.setattr(torch.linalg, "eigh", failing(torch.linalg.eigh, lambda x: x.shape[-1] == 6))
         run({"period": 2}, grads[1:3], state, start=2)
     assert torch.equal(state["root.left.0"], before["left.0"])
     assert not torch.equal(state["root.right.0"], before["right.0"]), "the other side goes on"
@@ -240,7 +169,9 @@ def test_a_failure_in_a_batch_concerns_one_matrix(monkeypatch):
     poison = grads[1] @ grads[1].T
     poison = poison / poison.abs().max()
     monkeypatch.setattr(
-        torch.linalg, "eigh", failing(lambda x: any((m.float() - poison).norm() < 1e-5 * poison.norm() for m in x))
+        torch.linalg,
+        "eigh",
+        failing(torch.linalg.eigh, lambda x: any((m.float() - poison).norm() < 1e-5 * poison.norm() for m in x)),
     )
     shampoo = create("shampoo")
     states = [shampoo.init_state((16, 16), CPU) for _ in grads]
@@ -257,7 +188,7 @@ def test_a_failure_in_a_batch_concerns_one_matrix(monkeypatch):
 def test_a_batch_has_the_bits_of_single_updates(settings, dtype):
     shampoo = create("shampoo", {"period": 2, **settings})
     shapes = [(64, 32), (32, 32), (80, 32), (32, 96), (33, 7), (48, 16)] * 3
-    grads = [gradients(shape, 3, seed, dtype) for seed, shape in enumerate(shapes)]
+    grads = [gradients(shape, 3, seed, dtype=dtype) for seed, shape in enumerate(shapes)]
     many, alone = ([shampoo.init_state(shape, CPU, dtype) for shape in shapes] for _ in range(2))
     for step in range(1, 4):
         together = shampoo.update_many([g[step - 1] for g in grads], many, step)

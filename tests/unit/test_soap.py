@@ -1,101 +1,19 @@
-"""SOAP against a float64 twin, its empty first step, its schedule and its costs."""
+"""SOAP: its empty first step, its schedule, failing solvers and its costs (test_twins.py has its twin)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from impl.optimizers import eigenbasis
 from impl.optimizers.base import create
+from tests.unit.matrix_cases import CPU, degenerate, failing, gradients, run
 
-CPU = torch.device("cpu")
 COMMON = {"betas": (0.9, 0.95), "eps": 1e-4, "shampoo_beta": 0.8}
 
 
-def gradients(shape, count, seed=0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    m, n = shape
-    left, right = torch.randn(m, m, generator=generator), torch.randn(n, n, generator=generator)
-    return [left @ torch.randn(m, n, generator=generator) @ right / (m * n) ** 0.5 for _ in range(count)]
-
-
-def run(soap, grads):
-    state = soap.init_state(tuple(grads[0].shape), CPU)
-    return [soap.update(grad, state, step) for step, grad in enumerate(grads, 1)], state
-
-
-def first_bases(grads):
-    """The optimizer's own, as eigenvectors of equal eigenvalues are not unique; another test checks them."""
-    _, state = run(create("soap", COMMON), grads[:1])
-    return {0: state["basis.left.0"].double(), 1: state["basis.right.0"].double()}
-
-
-def twin(grads, period, betas, eps, shampoo_beta, sides=(0, 1)) -> list[Tensor]:
-    """All updates in float64, as in the authors' code: the momentum is kept rotated and carried from basis to basis."""
-    start = first_bases(grads)
-    b1, b2 = betas
-    average, basis, out = {}, {}, []
-    shape = grads[0].shape
-    first, second = torch.zeros(shape).double(), torch.zeros(shape).double()
-
-    def turn(x, back=False):
-        u, v = (basis.get(side, torch.eye(shape[side]).double()) for side in (0, 1))
-        return u @ x @ v.T if back else u.T @ x @ v
-
-    for t, grad in enumerate(grads):
-        g = grad.double()
-        if t == 0:
-            out.append(torch.zeros_like(g))
-        else:
-            rotated = turn(g)
-            first = b1 * first + (1 - b1) * rotated
-            second = b2 * second + (1 - b2) * rotated**2
-            out.append(turn(first / (second.sqrt() + eps), back=True) * (1 - b2**t) ** 0.5 / (1 - b1**t))
-        original = turn(first, back=True) if t else first
-        for side in sides:
-            x = g if side == 0 else g.T
-            average[side] = shampoo_beta * average.get(side, 0) + (1 - shampoo_beta) * x @ x.T
-            if t == 0:
-                basis[side] = start[side]
-            elif t % period == 0:
-                q = basis[side]
-                order = torch.argsort((q.T @ average[side] @ q).diag(), descending=True)
-                second = second.index_select(side, order)
-                basis[side] = torch.linalg.qr(average[side] @ q[:, order])[0]
-        first = turn(original)
-    return out
-
-
-@pytest.mark.parametrize("period", [1, 3])
-@pytest.mark.parametrize("shape", [(6, 6), (5, 7), (7, 5)])
-def test_equals_the_twin(shape, period):
-    grads = gradients(shape, 11)
-    updates, _ = run(create("soap", {**COMMON, "period": period}), grads)
-    expected = twin(grads, period, **COMMON)
-    for update, right in zip(updates[1:], expected[1:], strict=True):
-        assert (update - right).norm() < 3e-3 * right.norm()
-    wrong = twin(grads, period + 1, **COMMON)
-    assert (updates[-1] - wrong[-1]).norm() > 0.02 * wrong[-1].norm(), "negative control"
-
-
-def test_the_twin_notices_an_order_that_leaves_the_second_moment_behind(monkeypatch):
-    monkeypatch.setattr(eigenbasis, "permute", lambda second, block, order: None)
-    grads = gradients((6, 6), 11)
-    updates, _ = run(create("soap", {**COMMON, "period": 1}), grads)
-    assert (
-        max(float((u - e).norm() / e.norm()) for u, e in zip(updates[1:], twin(grads, 1, **COMMON)[1:], strict=True))
-        > 0.05
-    )
-
-
 def test_a_side_beyond_the_cap_is_not_rotated():
-    grads = gradients((8, 5), 9)
-    soap = create("soap", {**COMMON, "period": 2, "max_side": 6})
-    updates, state = run(soap, grads)
+    _, state = run(create("soap", {**COMMON, "max_side": 6}), gradients((8, 5), 1))
     assert sorted(state) == ["basis.right.0", "factor.right.0", "failures", "fallbacks", "momentum", "second"]
-    for update, right in zip(updates[1:], twin(grads, 2, **COMMON, sides=(1,))[1:], strict=True):
-        assert (update - right).norm() < 3e-3 * right.norm()
 
 
 def test_the_first_step_only_builds_the_bases():
@@ -128,14 +46,7 @@ def test_bases_stay_orthogonal():
 
 @pytest.mark.parametrize("kind", ["zero", "rank-1", "zero column"])
 def test_degenerate_gradients(kind):
-    grads = gradients((6, 5), 5)
-    if kind == "zero":
-        grads = [g * 0 for g in grads]
-    elif kind == "rank-1":
-        grads = [torch.outer(g[:, 0], g[0]) for g in grads]
-    else:
-        for g in grads:
-            g[:, 2] = 0
+    grads = degenerate(kind, gradients((6, 5), 5))
     updates, state = run(create("soap", {"period": 1}), grads)
     assert all(tensor.isfinite().all() for tensor in (*updates, *state.values()))
 
@@ -146,15 +57,6 @@ def test_a_nan_gives_nan_updates_and_no_crash():
     grads[3][1, 2] = float("nan")
     updates, _ = run(create("soap", {"period": 1}), grads)
     assert [bool(update.isnan().any()) for update in updates] == [False] * 3 + [True] * 3
-
-
-def failing(function, fails):
-    def wrapped(x, *args, **kwargs):
-        if fails(x):
-            raise torch.linalg.LinAlgError("did not converge")
-        return function(x, *args, **kwargs)
-
-    return wrapped
 
 
 @pytest.mark.parametrize(("solver", "step"), [("eigh", 1), ("qr", 3)])

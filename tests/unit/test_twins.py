@@ -145,6 +145,27 @@ def test_equals_the_twin_from_the_first_step_in_float64(name: str, settings: dic
             same_state(state, twin, EXACT)
 
 
+def error_of_the_last_update(name: str, settings: dict[str, Any], others: dict[str, Any]) -> float:
+    """Of the optimizer with ``settings`` against the twin with ``others``."""
+    shape = (6, 6)
+    (optimizer, state, _), (_, _, twin) = pair(name, settings, shape, F64), pair(name, others, shape, F64)
+    for step, grad in enumerate(gradients(shape, 11, F64), 1):
+        error = distance(optimizer.update(grad, state, step), twin.update(grad))
+    return error
+
+
+@pytest.mark.parametrize("name", ["soap", "basis-rotation", "shampoo"])
+def test_the_twins_notice_another_period(name: str) -> None:
+    assert error_of_the_last_update(name, {"period": 3}, {"period": 4}) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["soap", "basis-rotation"])
+def test_the_twins_notice_a_second_moment_that_is_left_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eigenbasis, "permute", lambda second, block, order: None)
+    settings = {"period": 1, **DEGENERATE_SAFE}
+    assert error_of_the_last_update(name, settings, settings) > 0.02
+
+
 @pytest.mark.parametrize(("name", "settings"), VARIANTS, ids=identify)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(F64, EXACT), (F32, SINGLE)], ids=["float64", "float32"])
 def test_equals_the_twin_from_a_full_rank_state(

@@ -8,6 +8,7 @@ under test, ``state()`` returns the twin's in the same names, so that both can b
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,22 +18,22 @@ from torch import Tensor
 State = Mapping[str, Tensor]
 
 
-class Twin:
+class Twin(ABC):
     """The update rule of one tensor ``shape`` with ``hyper``, the settings of the optimizer of that name."""
 
     def __init__(self, hyper: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.hyper, self.shape, self.dtype = hyper, shape, dtype
         self.t = 0  # steps done
 
-    def update(self, grad: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def update(self, grad: Tensor) -> Tensor: ...
 
+    @abstractmethod
     def load(self, state: State, t: int) -> None:
         """Take over a state of the fast optimizer after ``t`` steps."""
-        raise NotImplementedError
 
-    def state(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]: ...
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*(shape or self.shape), dtype=self.dtype)
