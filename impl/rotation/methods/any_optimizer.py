@@ -31,11 +31,12 @@ class AnyOptimizer(StageMethod):
 
 def of_registry() -> dict[str, type[Method]]:
     """Return a method for every optimizer, by the optimizer's name."""
-    return {name: _method(name, cls.Hyper) for name, cls in optimizers().items()}
+    return {name: of(name, cls.Hyper) for name, cls in optimizers().items()}
 
 
 @cache
-def _method(name: str, hyper: type[HyperParameters]) -> type[Method]:
+def of(name: str, hyper: type[HyperParameters]) -> type[Method]:
+    """Return the method of the optimizer ``name`` with the settings ``hyper``."""
     slope: Any = (float, Field(default=0.0, ge=0.0))
     settings = create_model(f"{hyper.__name__}OnStages", __base__=hyper, lr_slope=slope)
     own = {"name": name, "display_name": name, "Hyper": settings, "__doc__": AnyOptimizer.__doc__}
