@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from impl.harness.processes import is_stopped, signal_name
 from impl.harness.rank_checkpoint import Checkpoint
 from impl.harness.record import CorruptRecord, RunFolder
 from impl.harness.results import from_rows, largest, quartiles
+from impl.harness.training import Trainer
 
 
 def report(folder, rank: int, at: float, kind: str = "ValueError", status: str = "failed") -> None:
@@ -149,6 +151,19 @@ def test_progress_rewrites_one_line_on_a_terminal_only(monkeypatch):
     assert terminal.getvalue().count("\r") == 2
     assert terminal.getvalue().count("\n") == 2
     assert [progress.duration(s) for s in (0, 61.4, 3725)] == ["0:00", "1:01", "1:02:05"]
+
+
+@pytest.mark.parametrize(("failures", "alarms"), [(0, []), (2, ["soap.failures is 2 so far"])])
+def test_what_optimizers_count_is_reported_and_an_alarm(failures, alarms):
+    rows, said, worst = [], [], {"soap.orthogonality": 1e-6}
+    engine = SimpleNamespace(counters=lambda: {"soap.failures": failures, "soap.fallbacks": 0}, alarms=lambda _: [])
+    trainer = SimpleNamespace(engine=engine, write=rows.append, say=said.append)
+    Trainer.report_health(trainer, 5, worst)
+    assert (rows[0]["step"], rows[0]["worst"], rows[0]["alarms"]) == (5, worst, alarms)
+    assert rows[0]["counters"]["soap.failures"] == failures
+    assert said == [f"alarm at step 5: {alarm}" for alarm in alarms]
+    Trainer.report_health(trainer, 6, {})
+    assert len(rows) == 1, "nothing was measured"
 
 
 def test_result_of_rows(tmp_path):
