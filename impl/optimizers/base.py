@@ -7,6 +7,7 @@ import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -24,6 +25,23 @@ class HyperParameters(BaseModel):
     """Base of every optimizer's settings: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one update does, by what limits its speed: the mean over a refresh period.  For rooflines, not for plans.
+
+    products: FLOPs of matrix products, by the dtype of their factors.
+    qr, eigh: FLOPs of Householder QR (``8/3 q^3`` with its Q) and of symmetric eigensolvers (``25 q^3``).
+    passes: bytes that elementwise operations read and write.
+    kernels: how many a GPU launches.
+    """
+
+    products: Mapping[str, float] = field(default_factory=dict)
+    qr: float = 0.0
+    eigh: float = 0.0
+    passes: float = 0.0
+    kernels: float = 0.0
 
 
 class Optimizer(ABC):
@@ -93,6 +111,17 @@ class Optimizer(ABC):
     @abstractmethod
     def state_bytes(self, shape: Shape) -> int:
         """Bytes of the state of a tensor of ``shape``, the fp32 master not counted."""
+
+    def work(self, shape: Shape) -> Work:
+        """Return what an update of a whole tensor of ``shape`` does.
+
+        By default: products in fp32 of all of :meth:`flops`, a pass over gradient and update, and two over the state.
+        """
+        return Work(
+            products={"float32": self.flops(shape)},
+            passes=12.0 * numel(shape) + 2.0 * self.state_bytes(shape),
+            kernels=30,
+        )
 
 
 _REGISTRY: dict[str, type[Optimizer]] = {}

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from impl.optimizers import batching, eigenbasis
-from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
+from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, Work, numel, register
 from impl.optimizers.eigenbasis import Block, Solution
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -247,6 +247,14 @@ class BasisRotation(Optimizer):
                 by_source = 0, 4 * q * q * k
             total += 6 * q * q * k + by_source[0] + (by_source[1] + 8 / 3 * q**3) / self.settings.period
         return total
+
+    def work(self, shape: Shape) -> Work:
+        """Return the products of :meth:`flops`, its QR apart, and 100 bytes an element of passes."""
+        sides = [block.size for block in self._blocks(shape)]
+        qr = sum(8 / 3 * q**3 / self.settings.period for q in sides)
+        products = self.flops(shape) - 12.0 * numel(shape) - qr
+        passes = 100.0 * numel(shape) + sum(12.0 * q * q for q in sides)
+        return Work(products={"float32": products}, qr=qr, passes=passes, kernels=40 + 12 * len(sides))
 
     def state_bytes(self, shape: Shape) -> int:
         """Return the bytes of two moments, the bases, with the 2nd source the factors, and the scalars."""

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
+from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, Work, numel, register
 from impl.optimizers.eigenbasis import worst
 from impl.optimizers.newton_schulz import COEFFICIENT_SETS, orthogonalize_many
 
@@ -118,6 +118,11 @@ class Muon(Optimizer):
     def state_bytes(self, shape: Shape) -> int:
         """Return 4 bytes an element: the momentum."""
         return 4 * numel(shape)
+
+    def work(self, shape: Shape) -> Work:
+        """Return the products of Newton-Schulz in ``ns_dtype``; everything else takes 60 bytes an element."""
+        products = {self.settings.ns_dtype: self.flops(shape)}
+        return Work(products=products, passes=60.0 * numel(shape), kernels=14 + 3 * self.settings.ns_steps)
 
 
 def _require_matrix(shape: Shape) -> None:

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
+from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, Work, numel, register
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -74,3 +74,7 @@ class NAdam(Optimizer):
     def state_bytes(self, shape: Shape) -> int:
         """Return 8 bytes an element, two moments, and 4 for the product."""
         return 8 * numel(shape) + 4
+
+    def work(self, shape: Shape) -> Work:
+        """Return 100 bytes an element in 14 kernels: each operation reads and writes whole tensors."""
+        return Work(passes=100.0 * numel(shape), kernels=14)

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from impl.optimizers import batching, eigenbasis, inverse_root
-from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
+from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, Work, numel, register
 from impl.optimizers.eigenbasis import Block
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -177,6 +177,20 @@ class Shampoo(Optimizer):
                 root = inverse_root.newton_flops(a, hyper.exponent * 2 / len(parts))
             total += 4 * a * a * b + root / hyper.period
         return total
+
+    def work(self, shape: Shape) -> Work:
+        """Return statistics and preconditioning as products, roots by their solver, 50 bytes an element of passes."""
+        hyper, parts = self.settings, self._blocks(shape)
+        elements = math.prod(shape)
+        products = sum(4.0 * block.size * elements for block in parts)
+        roots = self.flops(shape) - products
+        newton = hyper.root == "coupled-newton"
+        return Work(
+            products={"float32": products + (roots if newton else 0.0)},
+            eigh=0.0 if newton else roots,
+            passes=50.0 * elements + sum(12.0 * block.size**2 for block in parts),
+            kernels=20 + 15 * len(parts),
+        )
 
     def state_bytes(self, shape: Shape) -> int:
         """Return 4 bytes an element (8 for ``grafting: adam``), 8 an element of each side's square, and two counts."""

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from impl.optimizers import batching, eigenbasis
-from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, numel, register
+from impl.optimizers.base import HyperParameters, Optimizer, Shape, State, Work, numel, register
 from impl.optimizers.eigenbasis import Block
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -154,3 +154,11 @@ class Soap(Optimizer):
         """Return 8 bytes an element and 8 an element of each rotated side's square, and two counts."""
         sides = [block.size for block in self._blocks(shape)] if len(shape) == 2 else []
         return 8 * numel(shape) + sum(8 * q * q for q in sides) + 4 * len(self.counters)
+
+    def work(self, shape: Shape) -> Work:
+        """Return the products as :meth:`update` makes them, the QR with its Q, and 80 bytes an element of passes."""
+        sides = [block.size for block in self._blocks(shape)]
+        products = sum(8.0 * q * numel(shape) + 2.0 * q**3 / self.settings.period for q in sides)
+        qr = sum(8 / 3 * q**3 / self.settings.period for q in sides)
+        passes = 80.0 * numel(shape) + sum(12.0 * q * q for q in sides)
+        return Work(products={"float32": products}, qr=qr, passes=passes, kernels=30 + 10 * len(sides))

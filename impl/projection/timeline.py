@@ -1,0 +1,174 @@
+"""When every rank of a mesh computes, communicates and waits.
+
+A timeline is filled in program order, for all ranks and all draws of the inputs at once: times are arrays
+``[1 + DRAWS, *mesh]`` in which an axis of length 1 stands for ranks that do the same.  Every rank has a compute stream
+and one stream per communicator; a stream does one thing at a time, in the order in which it was given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from impl.projection.uncertain import DRAWS, Cost, Samples, shares
+
+Array = NDArray[np.float64]
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Op:
+    """Something that ranks do on one of their streams.
+
+    start, end: seconds ``[1 + DRAWS, *mesh]``.
+    bytes: logical bytes that every rank moves ``[*mesh]``, counted like :class:`impl.canzona.collectives.Ledger`, under
+        ``dimension`` (``dp``, ``tp``, ``world`` or ``pp``); 0 for compute.
+    waiting: the stream only waits for another one: exposed communication.
+    """
+
+    name: str
+    stream: str
+    phase: str
+    start: Array
+    end: Array
+    evidence: dict[str, float]
+    bytes: Array
+    dimension: str = ""
+    waiting: bool = False
+
+    @property
+    def seconds(self) -> Array:
+        """How long it takes ``[1 + DRAWS, *mesh]``."""
+        return self.end - self.start
+
+
+@dataclass
+class Timeline:
+    """The operations of a mesh of ranks.
+
+    mesh: number of ranks along each axis, for example ``(dp, tp)``.
+    shared: communication runs on the cores that compute (a CPU), so that it hides nothing: all streams are one.
+    """
+
+    mesh: tuple[int, ...]
+    shared: bool = False
+    ops: list[Op] = field(default_factory=list)
+    _free: dict[str, Array] = field(default_factory=dict)
+
+    def stream(self, name: str) -> str:
+        """Return the stream on which ``name`` really runs."""
+        return COMPUTE if self.shared else name
+
+    def free(self, stream: str) -> Array:
+        """Return when ``stream`` has done everything that it was given."""
+        return self._free.get(self.stream(stream), self._array(np.zeros(1 + DRAWS)))
+
+    def add(
+        self,
+        stream: str,
+        name: str,
+        phase: str,
+        cost: Cost | Array,
+        *,
+        after: Iterable[Op] = (),
+        meet: Sequence[int] = (),
+        bytes: Any = 0.0,
+        dimension: str = "",
+        evidence: dict[str, float] | None = None,
+    ) -> Op:
+        """Append an operation to ``stream`` and return it.
+
+        cost: the same on every rank, or seconds ``[1 + DRAWS, *mesh]`` (then with ``evidence``).
+        after: it starts when these have ended too.
+        meet: axes of ``mesh`` (from 0) along which it starts when the last rank is ready, as a collective does.
+        """
+        seconds = self._array(cost.seconds) if isinstance(cost, Cost) else cost
+        known = cost.evidence if isinstance(cost, Cost) else evidence or {}
+        start = self._ready(stream, after)
+        if axes := tuple(axis + 1 for axis in meet):
+            start = start.max(axis=axes, keepdims=True)
+        sent = np.asarray(bytes, dtype=float)
+        op = Op(name, self.stream(stream), phase, start, start + seconds, known, sent, dimension)
+        return self._append(op)
+
+    def wait(self, ops: Iterable[Op], phase: str) -> Op | None:
+        """Let the compute stream wait for ``ops``, as ``phase``; return the wait, None where all are on that stream."""
+        due = [op for op in ops if op.stream != COMPUTE]
+        if not due:
+            return None
+        start, end = self.free(COMPUTE), self._ready(COMPUTE, due)
+        known = shares([(op.evidence, float(op.seconds[0].max())) for op in due])
+        names = due[0].name if len(due) == 1 else f"{due[0].name} and {len(due) - 1} more"
+        return self._append(Op(f"wait for {names}", COMPUTE, phase, start, end, known, np.zeros(()), waiting=True))
+
+    def end(self) -> Samples:
+        """Return when the last rank has done everything ``[1 + DRAWS]``."""
+        return np.max([_slowest(free) for free in self._free.values()], axis=0)
+
+    def seconds(self, *phases: str, waiting: bool | None = None) -> Samples:
+        """Return the time that the slowest rank's compute stream spends in ``phases`` (all if empty) ``[1 + DRAWS]``.
+
+        waiting: only waiting, or only working; None for both.
+        """
+        parts = [op.seconds for op in self._compute(phases) if waiting is None or op.waiting is waiting]
+        return _slowest(sum(parts, self._array(np.zeros(1 + DRAWS))))
+
+    def evidence(self, *phases: str) -> dict[str, float]:
+        """Return the share of time by source in what :meth:`seconds` returns."""
+        return shares([(op.evidence, float(op.seconds[0].max())) for op in self._compute(phases)])
+
+    def bytes(self) -> dict[str, dict[str, float]]:
+        """Return the logical bytes of the busiest rank by phase and dimension."""
+        sums: dict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(self.mesh))
+        for op in self.ops:
+            if op.dimension:
+                sums[op.phase, op.dimension] = sums[op.phase, op.dimension] + op.bytes
+        out: dict[str, dict[str, float]] = defaultdict(dict)
+        for (phase, dimension), count in sums.items():
+            out[phase][dimension] = float(count.max())
+        return dict(out)
+
+    def trace(self, names: Sequence[str] | None = None) -> str:
+        """Return the nominal timeline as a Chrome trace (JSON), which Perfetto and ``chrome://tracing`` open.
+
+        names: of the ranks, in the order of the mesh's last axis first.
+        """
+        events: list[dict[str, Any]] = []
+        for number, rank in enumerate(np.ndindex(*self.mesh)):
+            label = names[number] if names else f"rank {', '.join(map(str, rank))}"
+            events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}})
+        for op in self.ops:
+            start, seconds = (np.broadcast_to(a[0], self.mesh) for a in (op.start, op.seconds))
+            for number, rank in enumerate(np.ndindex(*self.mesh)):
+                if seconds[rank] > 0:
+                    event = {"ph": "X", "name": op.name, "cat": op.phase, "pid": number, "tid": op.stream}
+                    span = {"ts": float(start[rank]) * 1e6, "dur": float(seconds[rank]) * 1e6}
+                    events.append({**event, **span, "args": {"phase": op.phase, "evidence": list(op.evidence)}})
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def _compute(self, phases: Sequence[str]) -> list[Op]:
+        return [op for op in self.ops if op.stream == COMPUTE and (not phases or op.phase in phases)]
+
+    def _ready(self, stream: str, after: Iterable[Op]) -> Array:
+        ready = self.free(stream)
+        for op in after:
+            ready = np.maximum(ready, op.end)
+        return ready
+
+    def _append(self, op: Op) -> Op:
+        self.ops.append(op)
+        self._free[op.stream] = op.end
+        return op
+
+    def _array(self, samples: Samples) -> Array:
+        return samples.reshape(-1, *(1 for _ in self.mesh))
+
+
+def _slowest(times: Array) -> Samples:
+    return times.reshape(len(times), -1).max(axis=1)
