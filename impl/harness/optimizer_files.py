@@ -16,7 +16,7 @@ from impl.harness.spec import Frozen, RunSpec, load_yaml, parse
 from impl.harness.tiers import Id, Label, merged
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "optimizers"
-OWN_KIND = {"balance": "optimizers"}
+OWN_KIND = {"balance": "optimizers", "projection": "optimizers", "scaling": "optimizers"}
 """Experiments without ``kind`` that compare optimizers, and the setting that lists them."""
 LISTS = {"step-time": "optimizers", "precision": "optimizers", "pipeline": "methods"}
 """The setting that lists what is compared, by ``kind`` of experiment."""

@@ -1,0 +1,200 @@
+"""The table of a projection experiment: times with their bands, bytes of memory, and what could not be projected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from impl.canzona.strategies import PlanOptions
+from impl.errors import ConfigError
+from impl.harness.planning import Workload as Parameters
+from impl.harness.planning import plan_workload, workload
+from impl.harness.projection_spec import Case, ProjectionSpec
+from impl.models import catalogue
+from impl.optimizers.base import create
+from impl.optimizers.routing import ELEMENTWISE
+from impl.projection.machine import Machine
+from impl.projection.measured import load_machine
+from impl.projection.training import Projection, project
+from impl.projection.uncertain import Samples, band
+
+QUANTITIES = {
+    "iteration": "s",
+    "forward_backward": "s",
+    "optimizer": "s",
+    "optimizer_update": "s",
+    "parameter_gather": "s",
+    "exposed_communication": "s",
+    "tokens_per_s": "tokens/s",
+    "mfu": "share",
+}
+"""What is projected of a step (:class:`impl.projection.training.Projection`), with its unit."""
+CLAIMS = "claims"
+"""The grid of the rows that answer published claims, each claim's id in ``varied``."""
+CASE = ("experiment", "grid", "model", "model_name", "optimizer", "optimizer_name", "system", "system_name")
+SETTINGS = ("strategy", "nv_version", "tp_update", "dp", "tp", "gpus", "hardware", "sequence", "batch", "microbatches")
+COLUMNS = (
+    *(*CASE, *SETTINGS, "varied", "reference", "status", "reason"),
+    *("quantity", "value", "low", "high", "ratio", "ratio_low", "ratio_high", "unit", "kind", "evidence"),
+)
+"""Columns of the table: a row per case and quantity.
+
+low, high: the band of the inputs' draws.  ratio: of the value to the reference system's, with the band of the paired
+draws.  kind: ``projected`` for times, ``planned`` for bytes of memory.  evidence: share of the time by source, JSON.
+varied: the setting that a sweep changes, as ``name=value``.
+"""
+
+
+def rows(spec: ProjectionSpec, tier: str, experiment: str, root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of every projection of ``tier``.
+
+    A case that cannot be (a model that TP does not divide, an update that the optimizer does not have, a missing
+    measurement) or does not fit into memory gives a row with its status and the reason, and no times.
+
+    root: folder of the project, for the kernel table.
+    """
+    project_case, claimed = _Projector(spec, root), _Claimed(spec)
+    reference: Projection | None = None
+    comparison: tuple[Any, ...] | None = None
+    for case in spec.cases(tier):
+        keys = {**case.keys(), "experiment": experiment, "reference": spec.reference}
+        if case.comparison != comparison:
+            comparison, reference = case.comparison, None
+        try:
+            found = project_case(case)
+        except ConfigError as error:
+            yield {**keys, "status": "not possible", "reason": str(error), "kind": "projected"}
+            continue
+        yield from ({**keys, "status": "done", **row} for row in _memory_rows(found, project_case.machine(case)))
+        if found.misfit is not None:
+            yield {**keys, "status": "does not fit", "reason": found.misfit, "kind": "projected"}
+            continue
+        claimed.note(case, found)
+        if case.system.id == spec.reference:
+            reference = found
+        yield from ({**keys, "status": "done", **row} for row in _time_rows(found, reference))
+    yield from ({"experiment": experiment, "grid": CLAIMS, **row} for row in claimed.rows())
+
+
+class _Projector:
+    """Projects cases, keeping what the next one may share."""
+
+    def __init__(self, spec: ProjectionSpec, root: Path) -> None:
+        self._kernels = None if spec.kernels is None else root / spec.kernels
+        self.machine_named = lru_cache(maxsize=None)(self._machine)
+        self._parameters = lru_cache(maxsize=4)(self._load)
+
+    def machine(self, case: Case) -> Machine:
+        """Return the machine of a case."""
+        return self.machine_named(case.machine)
+
+    def __call__(self, case: Case) -> Projection:
+        """Return the projection; raises :class:`ConfigError` for a case that cannot be."""
+        entry = case.optimizer
+        settings = json.dumps(entry.settings, sort_keys=True)
+        parameters = self._parameters(
+            case.model, case.tp, entry.id, settings, case.options.split, case.options.split_qkv
+        )
+        planned = plan_workload(parameters, case.system.strategy, case.dp, case.options)
+        return project(
+            planned.plan,
+            planned.costs,
+            catalogue.load(case.model),
+            case.workload,
+            self.machine(case),
+            tp_update=case.system.tp_update,
+            uneven=case.system.uneven,
+        )
+
+    def _machine(self, name: str) -> Machine:
+        return load_machine(name, self._kernels)
+
+    def _load(self, model: str, tp: int, optimizer: str, settings: str, split: Any, split_qkv: Any) -> Parameters:
+        rules = {optimizer: create(optimizer, json.loads(settings)), ELEMENTWISE: create(ELEMENTWISE)}
+        options = PlanOptions(split=split, split_qkv=split_qkv)
+        return workload(catalogue.load(model), optimizer, tp, rules=rules, options=options)
+
+
+class _Claimed:
+    """What the experiment's claims are about."""
+
+    def __init__(self, spec: ProjectionSpec) -> None:
+        self._claims = spec.claims
+        self._names = {system.id: system.name for system in spec.systems}
+        self._found: dict[tuple[Any, ...], Samples] = {}
+
+    def note(self, case: Case, found: Projection) -> None:
+        """Keep what some claim is about of a case."""
+        for claim in self._claims:
+            place = claim.grid, claim.model, claim.optimizer, claim.dp, claim.tp
+            if place == (case.grid.id, case.model, case.optimizer.id, case.dp, case.tp) and not case.varied:
+                samples = found.samples(claim.quantity)
+                if samples is not None and case.system.id in (claim.baseline, claim.system):
+                    self._found[claim.id, case.system.id] = samples
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for either system of each claim; ``ratio`` is baseline over system, ``reason`` the claim's."""
+        for claim in self._claims:
+            ours = self._found.get((claim.id, claim.system))
+            for system in dict.fromkeys((claim.baseline, claim.system)):
+                if system is None:
+                    continue
+                keys = {name: getattr(claim, name) for name in ("model", "optimizer", "dp", "tp", "quantity", "reason")}
+                keys |= {"varied": claim.id, "system": system, "system_name": self._names[system]}
+                keys |= {
+                    "reference": claim.baseline,
+                    "kind": "projected",
+                    "unit": QUANTITIES.get(claim.quantity, "share"),
+                }
+                samples = self._found.get((claim.id, system))
+                if samples is None:
+                    yield {**keys, "status": "not projected"}
+                    continue
+                row = {**keys, "status": "done", **_banded("", samples)}
+                base = self._found.get((claim.id, claim.baseline or ""))
+                if system == claim.system and base is not None and ours is not None:
+                    row |= _banded("ratio", base / ours)
+                yield row
+
+
+def _time_rows(found: Projection, reference: Projection | None) -> Iterator[dict[str, Any]]:
+    for quantity, unit in QUANTITIES.items():
+        samples = found.samples(quantity)
+        if samples is None:
+            continue
+        row = {**_banded("", samples), "quantity": quantity, "unit": unit, "kind": "projected"}
+        row["evidence"] = json.dumps(found.evidence(quantity))
+        if reference is not None:
+            base = reference.samples(quantity)
+            if base is not None and np.all(base > 0):
+                row |= _banded("ratio", samples / base)
+        yield row
+
+
+def _memory_rows(found: Projection, machine: Machine) -> Iterator[dict[str, Any]]:
+    for part, count in found.memory.items():
+        quantity = "memory" if part == "total" else f"memory/{part}"
+        yield {"quantity": quantity, "value": float(count), "unit": "B", "kind": "planned"}
+    if machine.memory_bytes is not None:
+        yield {"quantity": "memory/device", "value": float(machine.memory_bytes), "unit": "B", "kind": "planned"}
+
+
+def _banded(name: str, samples: Samples) -> dict[str, float]:
+    found = band(samples)
+    if name:
+        return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+    return {"value": found.value, "low": found.low, "high": found.high}
+
+
+def table(found: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return the rows as a table with the columns of :data:`COLUMNS` and types that a missing value does not change."""
+    frame = pd.DataFrame(list(found), columns=list(COLUMNS))
+    counts = dict.fromkeys(("dp", "tp", "gpus", "sequence", "batch", "microbatches"), "Int64")
+    numbers = dict.fromkeys(("value", "low", "high", "ratio", "ratio_low", "ratio_high"), "float64")
+    return frame.astype({**counts, **numbers})
