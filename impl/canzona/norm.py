@@ -67,8 +67,8 @@ def clip_scale(norm: float, limit: float) -> float:
 
 def global_norm(buffers: Sequence[FamilyBuffer], plan: Plan, mesh: Mesh, world: Communicator) -> float:
     """Return the gradient norm over every trainable parameter, counting each element once; all ranks must call."""
-    places = [0, *accumulate(len(_summands(spec)) * mesh.tp for spec in plan.parameters)]
-    sums = torch.zeros(places[-1] + LIMBS, dtype=torch.float64, device=mesh.device)
+    places = _places(plan)
+    sums = torch.zeros(vector_length(plan), dtype=torch.float64, device=mesh.device)
     elementwise: list[Tensor] = []
     for buffer, piece in _counted_here(buffers, plan, mesh):
         gradient = buffer.gradient(piece.start, piece.end)
@@ -83,6 +83,16 @@ def global_norm(buffers: Sequence[FamilyBuffer], plan: Plan, mesh: Mesh, world: 
         sums[-LIMBS:] += square_limbs(chunk)
     world.all_reduce(sums, "grad_norm").wait()
     return math.sqrt(math.fsum(sums[:-LIMBS].tolist() + limbs_value(sums[-LIMBS:])))
+
+
+def vector_length(plan: Plan) -> int:
+    """Return how many float64 numbers the all-reduce of :func:`global_norm` sums."""
+    return _places(plan)[-1] + LIMBS
+
+
+def _places(plan: Plan) -> list[int]:
+    """Return where each parameter's sums begin, and where the last one's end."""
+    return [0, *accumulate(len(_summands(spec)) * plan.tp for spec in plan.parameters)]
 
 
 def not_finite(buffers: Sequence[FamilyBuffer], plan: Plan, mesh: Mesh, world: Communicator) -> tuple[str, ...]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,16 +28,21 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 class Block:
     """What one rank computes of a model for one microbatch: a part of it on one of ``tp`` tensor-parallel ranks.
 
-    kind: one ``layer``, the ``embedding``, or the ``head``: final norm, output matrix and loss.
+    kind: one ``layer``, its core ``attention`` alone, the ``embedding``, or the ``head``: final norm, output matrix and
+        loss.
     rows: sequences of the microbatch, ``sequence`` tokens each.  dtype: of weights and activations.
     """
 
     arch: Architecture
-    kind: Literal["layer", "embedding", "head"]
+    kind: Literal["layer", "attention", "embedding", "head"]
     tp: int
     rows: int
     sequence: int
     dtype: str
+
+    def attention(self) -> Block:
+        """Return the core attention of this layer alone: scores, softmax and their product with the values."""
+        return dataclasses.replace(self, kind="attention")
 
     @property
     def tokens(self) -> int:
@@ -47,7 +53,7 @@ class Block:
     def product_flops(self) -> float:
         """FLOPs of the forward's products of activations and weights on this rank."""
         a = self.arch
-        if self.kind == "embedding":
+        if self.kind in ("embedding", "attention"):
             return 0.0
         if self.kind == "head":
             return 2.0 * self.tokens * a.hidden_size * a.vocab_size / self.tp
@@ -58,7 +64,7 @@ class Block:
     @property
     def attention_flops(self) -> float:
         """FLOPs of the forward's causal attention scores and their product with the values, on this rank."""
-        if self.kind != "layer":
+        if self.kind not in ("layer", "attention"):
             return 0.0
         queries = self.arch.num_attention_heads * self.arch.head_dim
         return 2.0 * self.tokens * self.sequence * queries / self.tp
@@ -67,6 +73,8 @@ class Block:
     def elementwise_bytes(self) -> float:
         """Bytes that the forward's norms, activation, residual sums and loss read and write on this rank."""
         a, size = self.arch, BYTES[self.dtype]
+        if self.kind == "attention":
+            return 0.0
         if self.kind == "embedding":
             return 3.0 * size * self.tokens * a.hidden_size
         if self.kind == "head":
@@ -187,7 +195,7 @@ class Roofline:
             self._product(times * block.product_flops, block.dtype),
             self._compute(times * block.attention_flops, _precision(block.dtype), "attention"),
             self._passes(times * block.elementwise_bytes),
-            self._launches(times * {"layer": 25, "embedding": 2, "head": 8}[block.kind]),
+            self._launches(times * {"layer": 25, "attention": 1, "embedding": 2, "head": 8}[block.kind]),
         ]
         return total([part for part in parts if part.seconds[0] > 0])
 

@@ -1,0 +1,181 @@
+"""What one rank must hold: bytes of the whole-model state, of the exchange, and of activations.
+
+Parameters, gradients, masters and optimizer state are exact: they follow from the plan's shapes.  Activations follow
+from the layer, with the assumptions that :func:`activation_bytes` states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from impl.canzona.plan import Plan
+from impl.models.catalogue import ModelConfig
+from impl.optimizers.base import Optimizer
+from impl.projection import ranks
+from impl.projection.machine import Block, Machine
+from impl.projection.timeline import Array
+from impl.projection.updates import Updates
+from impl.projection.workload import TpUpdate, Workload, blocks
+
+EXACT = "planned: exact shapes"
+STATIC = ("parameters", "gradients", "masters", "state")
+"""Parts that are held all the time."""
+MOMENTS = (("activations", "logits"), ("micro_groups",), ("gathered",))
+"""Parts that are held together, in the backward, in the optimizer and in one gather of all parameters."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the rank which needs most must hold.
+
+    parts: bytes by name.  total: the parts that are held all the time, and the largest of the moments of a step: the
+        others' buffers are free by then.
+    rank: (DP rank, TP rank).
+    evidence: source of each part.
+    """
+
+    parts: dict[str, int]
+    total: int
+    rank: tuple[int, int]
+    evidence: dict[str, str]
+
+
+def needed(
+    plan: Plan,
+    costs: Sequence[Optimizer],
+    config: ModelConfig,
+    work: Workload,
+    *,
+    tp_update: TpUpdate = "exchange",
+) -> Memory:
+    """Return the memory of ``plan``; ``costs`` is the optimizer of each of its parameters.
+
+    Left out: the optimizer's temporaries (Newton-Schulz needs about one fp32 copy of the matrices that are updated
+    together), the gradient of one parameter before it is added to the buffer, and what the allocator wastes.
+
+    Raises :class:`ConfigError` if the batch does not divide.
+    """
+    mesh = plan.dp, plan.tp
+    whole = sum(family.numel for family in plan.families)
+    masters, state = owned_bytes(plan, costs, tp_update=tp_update)
+    once = sum(ranks.gathered_once(plan)) if plan.dp > 1 else 0
+    parts: dict[str, Array] = {
+        "parameters": np.full(mesh, float(work.size * whole)),
+        "gradients": np.full(mesh, 4.0 * whole),
+        "masters": masters if work.dtype != "float32" else np.zeros(mesh),
+        "state": state,
+        "micro_groups": _update_bytes(plan, tp_update),
+        "gathered": np.full(mesh, float(work.size * once)),
+        "activations": np.full(mesh, activation_bytes(config, work, plan.dp, plan.tp)),
+        "logits": np.full(mesh, logit_bytes(config, work, plan.dp, plan.tp)),
+    }
+    moments = [sum((parts[name] for name in names), np.zeros(mesh)) for names in MOMENTS]
+    total = sum((parts[name] for name in STATIC), np.zeros(mesh)) + np.max(moments, axis=0)
+    dp, tp = (int(i) for i in np.unravel_index(int(total.argmax()), mesh))
+    layer = f"formula: what autograd keeps of a layer, fused attention, recompute {work.recompute}"
+    sources = {name: EXACT for name in parts} | {"activations": layer, "logits": "formula: fp32 softmax and gradient"}
+    return Memory({n: round(v[dp, tp]) for n, v in parts.items()}, round(total[dp, tp]), (dp, tp), sources)
+
+
+def fits(memory: Memory, machine: Machine) -> str | None:
+    """Return the line that says what is missing, None if ``memory`` fits or the machine's is not known."""
+    if machine.memory_bytes is None or memory.total <= machine.memory_bytes:
+        return None
+    dp, tp = memory.rank
+    have = machine.memory_bytes / 1e9
+    return f"needs {memory.total / 1e9:.1f} GB on rank dp {dp} tp {tp}, the card has {have:.1f} GB"
+
+
+def owned_bytes(
+    plan: Plan, costs: Sequence[Optimizer], *, tp_update: TpUpdate = "exchange"
+) -> tuple[Array, Array]:
+    """Return the bytes ``[dp, tp]`` of fp32 values that each rank's updates apply to, and of its optimizer state.
+
+    The two numbers of :meth:`impl.canzona.engine.Engine.state_bytes`; where parameters are fp32 they are their own
+    masters.  With a ``tp_update`` other than ``exchange`` momentum stays on the shards.
+    """
+    optimizers = {cost.name: cost for cost in costs}
+    masters, state = np.zeros((plan.dp, plan.tp)), np.zeros((plan.dp, plan.tp))
+    for family in plan.families:
+        optimizer = optimizers[family.optimizer]
+        if family.atomic:
+            for group in ranks.micro_groups(plan):
+                masters += group.local.total(lambda m: 4.0 * m.elements)
+                if tp_update == "exchange":
+                    state += group.updates.total(lambda m: sum(map(optimizer.state_bytes, m.shapes)))  # noqa: B023
+                else:
+                    state += group.local.total(lambda m: sum(map(optimizer.state_bytes, m.shards(plan.tp))))  # noqa: B023
+            continue
+        for rank, runs in enumerate(ranks.elementwise_runs(plan, family)):
+            masters[rank] += sum(4 * (run.end - run.start) for run in runs)
+            state[rank] += sum(optimizer.state_bytes((run.end - run.start,)) for run in runs)
+    return masters, state
+
+
+def _update_bytes(plan: Plan, tp_update: TpUpdate) -> Array:
+    """Return the bytes ``[dp, tp]`` of whole gradients, updates and exchange buffers that live together, at most.
+
+    While group k ends, a rank holds its whole gradients, their updates and the updates packed for their way back, its
+    shards of returned updates, what the gather of k + 1 sent and receives, and what the scatter of k - 1 did
+    (:func:`impl.canzona.exchange.run_pipelined`).  Without an exchange gradients lie in the flat buffer, so that only
+    updates of this group and the one before are held.
+    """
+    groups, tp = ranks.micro_groups(plan), plan.tp
+    if tp_update != "exchange":
+        return 4.0 * np.max([g.local.total(lambda m: m.elements) for g in groups], axis=0, initial=0.0)
+    nothing = np.zeros((plan.dp, tp))
+    sent = [nothing + g.hosted.sum(axis=1, keepdims=True) for g in groups]
+    repeated = [tp * g.everywhere for g in groups]
+    own = [g.updates.total(lambda m: m.elements if m.tp_dim is None else 0) for g in groups]
+    most = nothing
+    for k in range(len(groups)):
+        now = 3 * tp * groups[k].hosted + sent[k] + 2 * repeated[k] + own[k]
+        if k + 1 < len(groups):
+            after = groups[k + 1]
+            now = now + tp * after.gathered + sent[k + 1] + tp * after.everywhere
+        if k > 0:
+            now = now + tp * groups[k - 1].hosted + sent[k - 1] + groups[k - 1].everywhere + own[k - 1]
+        most = np.maximum(most, now)
+    return 4.0 * most
+
+
+def activation_bytes(config: ModelConfig, work: Workload, dp: int, tp: int) -> float:
+    """Return the bytes of activations that one rank keeps from the forward of one microbatch to its backward.
+
+    Korthikanti et al. (2022, arXiv 2205.05198), for this layer: RMSNorm, grouped queries with or without their norms,
+    SwiGLU.  Per token and layer, in elements of the model's ``dtype``, ``h`` hidden, ``q`` and ``k`` the widths of all
+    query and of all key heads, ``f`` of the MLP, ``t`` tensor-parallel ranks, and ``s = t`` under sequence parallelism,
+    else 1::
+
+        4 h / s                   input and output of both norms (the output is the next matrix' input)
+        (q + 2 k) / t             the fused query, key and value: input of the q/k norms; its values are read later
+        (q + k) / t               rotated queries and keys, as attention reads them
+        q / t                     attention's output, which the projection reads
+        4 f / t                   gate and up, silu(gate), and the product that the last matrix reads
+
+    and 4 bytes a query head for the fused attention's log-sums, which ``selective-attention`` does not keep; nothing
+    grows with the square of the sequence.  ``full`` keeps every layer's input, ``h / s``, and one layer's all.  The head
+    keeps input and output of the last norm.
+    """
+    a = config.arch
+    tokens = work.rows(dp) * work.sequence
+    queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    hidden = a.hidden_size / (tp if work.sequence_parallel else 1)
+    layer = work.size * (4 * hidden + (3 * queries + 3 * keys + 4 * a.intermediate_size) / tp)
+    layer += 0 if work.recompute == "selective-attention" else 4 * a.num_attention_heads / tp
+    layers, head = a.num_hidden_layers, work.size * 2 * hidden
+    if work.recompute == "full":
+        return tokens * (layers * work.size * hidden + layer + head)
+    return tokens * (layers * layer + head)
+
+
+def logit_bytes(config: ModelConfig, work: Workload, dp: int, tp: int) -> float:
+    """Return the bytes of the loss at its worst: fp32 softmax, its fp32 gradient, and that in the model's ``dtype``.
+
+    (:mod:`impl.models.cross_entropy`.)  The vocabulary is padded and cut over TP.
+    """
+    tokens = work.rows(dp) * work.sequence
+    return float(tokens * config.padded_vocab(tp) // tp * (8 + (work.size if work.dtype != "float32" else 0)))

@@ -1,0 +1,314 @@
+"""The timeline of one training step in its steady state: what the engine does, in the engine's own order.
+
+Time 0 is when the global gradient norm is known on all ranks.  The optimizer steps, parameters are gathered under the
+next forward, gradients are reduced under the last backward, and the next norm ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from impl.canzona.norm import vector_length
+from impl.canzona.plan import Bucket, Family, Plan
+from impl.models.catalogue import ModelConfig
+from impl.optimizers.base import Optimizer
+from impl.projection import ranks
+from impl.projection.hardware import Group
+from impl.projection.machine import Block, Collective, Machine
+from impl.projection.timeline import COMPUTE, Array, Op, Timeline
+from impl.projection.uncertain import DRAWS, Cost, shares, total
+from impl.projection.updates import Updates
+from impl.projection.workload import TpUpdate, Uneven, Workload, blocks, talks
+
+DP, TP = 0, 1
+"""Axes of the mesh."""
+
+
+@dataclass
+class Step:
+    """Fills the timeline of ``plan`` on ``machine``; :meth:`run` once.
+
+    costs: the optimizer of each parameter of the plan.
+
+    once: the waits for parameters that are gathered in one blocking call after the optimizer.
+    """
+
+    plan: Plan
+    costs: Sequence[Optimizer]
+    config: ModelConfig
+    work: Workload
+    machine: Machine
+    tp_update: TpUpdate = "exchange"
+    uneven: Uneven = "rooted"
+    once: list[Op] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.timeline = Timeline((plan.dp, plan.tp), shared=self.machine.shared)
+        self.tp, self.dp = Group(plan.tp), Group(plan.dp, plan.tp)
+        self._blocks = blocks(self.config, self.work, plan.dp, plan.tp)
+        self._now: list[Op] = []
+        self._collectives: dict[tuple[str, tuple[float, ...], Group], Cost] = {}
+        self._blocked: dict[tuple[str, str], tuple[Cost, Cost, int]] = {}
+
+    def run(self) -> Timeline:
+        """Return the filled timeline."""
+        self._optimizer()
+        waiting = self._gather_parameters()
+        for number in range(self.work.microbatches):
+            last = number == self.work.microbatches - 1
+            self._forward(number, waiting)
+            self._backward(number, last=last)
+        self._norm()
+        return self.timeline
+
+    # --- pieces of a program -------------------------------------------------------------------------------------
+
+    def _do(self, name: str, phase: str, cost: Cost | Array, evidence: dict[str, float] | None = None) -> Op:
+        """Compute."""
+        op = self.timeline.add(COMPUTE, name, phase, cost, evidence=evidence)
+        self._now = [op]
+        return op
+
+    def _start(
+        self, stream: str, name: str, phase: str, cost: Cost | Array, count: Any, **more: Any
+    ) -> Op:
+        """Start a collective when the compute stream has come this far; along axis ``stream``, or all (``world``)."""
+        axes = {"dp": [DP], "tp": [TP], "world": [DP, TP]}[stream]
+        return self.timeline.add(
+            stream, name, phase, cost, after=self._now, meet=axes, bytes=count, dimension=stream, **more
+        )
+
+    def _wait(self, ops: Sequence[Op], phase: str) -> Op | None:
+        op = self.timeline.wait(ops, phase)
+        self._now = [op] if op else list(ops) or self._now
+        return op
+
+    def _collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
+        key = kind, tuple(sizes), group
+        if key not in self._collectives:
+            self._collectives[key] = self.machine.collective(kind, sizes, group)
+        return self._collectives[key]
+
+    def _each(self, values: Array, price: Callable[[float], Cost]) -> tuple[Array, dict[str, float]]:
+        """Return the seconds of ranks whose work is a number ``[*mesh]``, and the evidence of the largest one's."""
+        amounts = ranks.Amounts(values.shape)
+        for value in np.unique(values[values > 0]):
+            amounts.add(float(value), values == value)
+        return amounts.cost(price)
+
+    # --- optimizer -----------------------------------------------------------------------------------------------
+
+    def _optimizer(self) -> None:
+        optimizers = {o.name: o for o in self.costs}
+        for family in self.plan.families:
+            optimizer = optimizers[family.optimizer]
+            if not family.atomic:
+                self._elementwise(family, optimizer)
+                continue
+            updates = Updates(self.machine, optimizer, self.plan.tp, self.tp_update)
+            groups = ranks.micro_groups(self.plan)
+            (self._pipelined if self.tp_update == "exchange" else self._on_shards)(groups, updates)
+
+    def _elementwise(self, family: Family, optimizer: Optimizer) -> None:
+        amounts = ranks.Amounts(self.timeline.mesh)
+        for rank, runs in enumerate(ranks.elementwise_runs(self.plan, family)):
+            for run in runs:
+                amounts.add(run.end - run.start, rank)
+
+        def price(elements: int) -> Cost:
+            return self.machine.update(optimizer, (elements,)) + self.machine.apply(elements, self.work.dtype)
+
+        self._do(family.optimizer, "optimizer_step", *amounts.cost(price))
+
+    def _pipelined(self, groups: Sequence[ranks.GroupWork], updates: Updates) -> None:
+        """Micro-groups in order, the next gather and the last scatter in flight (:func:`run_pipelined`)."""
+        scatters: list[Op | None] = []
+        gather = self._exchange("gather", 0, groups[0].gather_bytes) if groups else None
+        for number, group in enumerate(groups):
+            self._wait([gather] if gather else [], "tp_exchange")
+            if number + 1 < len(groups):
+                gather = self._exchange("gather", number + 1, groups[number + 1].gather_bytes)
+            name = f"{updates.optimizer.name}, group {number}"
+            self._do(name, "optimizer_step", *group.updates.cost(updates.compute))
+            scatters.append(self._exchange("scatter", number, group.scatter_bytes))
+            if number > 0:
+                self._land(number - 1, groups, scatters)
+        if groups:
+            self._land(len(groups) - 1, groups, scatters)
+
+    def _exchange(self, name: str, number: int, count: Array) -> Op | None:
+        """Start an all-to-all over TP in which each rank moves ``count`` bytes; None if nobody moves any."""
+        if not count.any():
+            return None
+        busiest = count.max(axis=TP, keepdims=True)
+        seconds, evidence = self._each(busiest, lambda n: self._collective("all-to-all", [n], self.tp))
+        return self._start("tp", f"{name} {number}", "tp_exchange", seconds, count, evidence=evidence)
+
+    def _land(self, number: int, groups: Sequence[ranks.GroupWork], scatters: Sequence[Op | None]) -> None:
+        op = scatters[number]
+        self._wait([op] if op else [], "tp_exchange")
+        self._apply(f"apply group {number}", groups[number].local)
+
+    def _apply(self, name: str, local: ranks.Amounts) -> None:
+        self._do(name, "optimizer_step", *local.cost(lambda m: self.machine.apply(m.elements, self.work.dtype)))
+
+    def _on_shards(self, groups: Sequence[ranks.GroupWork], updates: Updates) -> None:
+        """Every TP rank updates its own shards; sums of Gram matrices stand between the products and block."""
+        for number, group in enumerate(groups):
+            name = f"{updates.optimizer.name} {updates.mode}, group {number}"
+            self._do(name, "optimizer_step", *group.local.cost(updates.compute))
+            share = 2 * (self.plan.tp - 1) / self.plan.tp
+            count = group.local.total(lambda m: sum(round(share * n) for n in updates.gram_bytes(m)))
+            if count.any():
+                seconds, evidence = group.local.cost(updates.communicate)
+                name = f"sums of Gram matrices {number}"
+                self._wait([self._start("tp", name, "tp_exchange", seconds, count, evidence=evidence)], "tp_exchange")
+            self._apply(f"apply group {number}", group.local)
+
+    # --- parameters and gradients over DP ------------------------------------------------------------------------
+
+    def _segments(self, kind: Collective, cuts: Sequence[int], size: int) -> tuple[Cost, Array]:
+        """Return cost and each rank's bytes ``[dp, 1]`` of a reduce-scatter or all-gather along ``cuts``."""
+        lengths = [size * (high - low) for low, high in pairwise(cuts)]
+        if self.uneven == "padded":
+            lengths = [max(lengths)] * len(lengths)
+        count = sum(lengths) - np.array(lengths, dtype=float)[:, None]
+        return self._collective(kind, lengths, self.dp), count
+
+    def _gather_parameters(self) -> dict[int, list[Op]]:
+        """Start the gathers in the forward's order; return by block those that it has to wait for."""
+        plan, waiting = self.plan, {}
+        if plan.dp == 1:
+            return waiting
+        due = [(b, bucket) for b, bucket in self._buckets() if b.synchronization == "per-bucket"]
+        for family, bucket in sorted(due, key=lambda item: min(slot.parameter for slot in item[1].slots)):
+            cost, count = self._segments("all-gather", bucket.cuts, self.work.size)
+            op = self._start("dp", f"gather {_name(family, bucket)}", "param_sync", cost, count)
+            for block in {self._block_of(slot.parameter) for slot in bucket.slots}:
+                waiting.setdefault(block, []).append(op)
+        if any(family.synchronization == "once" for family in plan.families):
+            lengths = ranks.gathered_once(plan)
+            cuts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+            cost, count = self._segments("all-gather", cuts, self.work.size)
+            op = self._start("dp", "gather all parameters", "param_sync", cost, count)
+            waited = self._wait([op], "param_sync")
+            self.once.append(waited or op)
+        return waiting
+
+    def _buckets(self) -> list[tuple[Family, Bucket]]:
+        return [(family, bucket) for family in self.plan.families for bucket in family.buckets]
+
+    def _block_of(self, parameter: int) -> int:
+        """Return the number of the block that holds a parameter."""
+        words = self.plan.parameters[parameter].module.split(".")
+        if words[0] == "embedding":
+            return 0
+        return 1 + int(words[2]) if words[:2] == ["decoder", "layers"] else len(self._blocks) - 1
+
+    def _reductions(self) -> list[tuple[Family, Bucket, int]]:
+        """Return the buckets in the reducer's order, each with the block whose backward completes it."""
+        order = sorted(self._buckets(), key=lambda item: -min(slot.parameter for slot in item[1].slots))
+        return [(f, b, min(self._block_of(slot.parameter) for slot in b.slots)) for f, b in order]
+
+    def _reduce(self, family: Family, bucket: Bucket) -> Op:
+        name = f"reduce {_name(family, bucket)}"
+        if bucket.cuts:
+            return self._start("dp", name, "grad_reduce", *self._segments("reduce-scatter", bucket.cuts, 4))
+        whole, dp = 4 * (bucket.end - bucket.start), self.plan.dp
+        cost = self._collective("all-reduce", [whole], self.dp)
+        return self._start("dp", name, "grad_reduce", cost, round(2 * (dp - 1) / dp * whole))
+
+    # --- model ---------------------------------------------------------------------------------------------------
+
+    def _cost(self, block: Block, direction: Literal["forward", "backward"]) -> tuple[Cost, Cost, int]:
+        """Return compute, blocking communication and its bytes of a block's forward or backward."""
+        key = block.kind, direction
+        if key not in self._blocked:
+            compute = self.machine.forward(block) if direction == "forward" else self.machine.backward(block)
+            spoken = talks(block, self.work, direction)
+            if direction == "backward" and block.kind == "layer":
+                if self.work.recompute == "full":
+                    compute = self.machine.forward(block) + compute
+                    spoken = talks(block, self.work, "forward") + spoken
+                elif self.work.recompute == "selective-attention":
+                    compute = self.machine.forward(block.attention()) + compute
+            tp = self.plan.tp
+            cost = total([self._collective(t.kind, t.sizes(tp), self.tp) for t in spoken])
+            self._blocked[key] = compute, cost, sum(t.counted(tp) for t in spoken)
+        return self._blocked[key]
+
+    def _model(
+        self,
+        name: str,
+        direction: Literal["forward", "backward"],
+        blocks: Sequence[Block],
+        between: Callable[[], None] | None = None,
+    ) -> None:
+        """Run ``blocks``, then ``between``; their blocking communication follows as one."""
+        parts = [self._cost(block, direction) for block in blocks]
+        self._do(f"{direction} {name}", direction, total([part[0] for part in parts]))
+        if between is not None:
+            between()
+        if count := sum(part[2] for part in parts):
+            cost = total([part[1] for part in parts])
+            self._wait([self._start("tp", f"activations {name}", direction, cost, count)], direction)
+
+    def _forward(self, number: int, waiting: dict[int, list[Op]]) -> None:
+        """One microbatch; in the first, blocks wait for their parameters."""
+        if number > 0:
+            self._model(f"microbatch {number}", "forward", self._blocks)
+            return
+        for place, block in enumerate(self._blocks):
+            self._wait(waiting.get(place, []), "param_sync")
+            self._model(_block_name(place, block), "forward", [block])
+
+    def _backward(self, number: int, *, last: bool) -> None:
+        """One microbatch; in the last, buckets are reduced as soon as they are complete, and awaited."""
+        if not last:
+            self._model(f"microbatch {number}", "backward", self._blocks[::-1])
+            return
+        due = self._reductions() if self.plan.dp > 1 else []
+        pending: list[Op] = []
+
+        def launch(place: int) -> None:
+            while due and due[0][2] >= place:
+                family, bucket, _ = due.pop(0)
+                pending.append(self._reduce(family, bucket))
+
+        for place, block in reversed(list(enumerate(self._blocks))):
+            self._model(_block_name(place, block), "backward", [block], partial(launch, place))
+        assert not due, "every bucket is complete after the embedding's backward"
+        self._wait(pending, "grad_reduce")
+
+    def _norm(self) -> None:
+        """Sum q/k-norm gradients over TP, then take the global norm."""
+        plan, tp = self.plan, self.plan.tp
+        summed = ranks.partial_elements(plan)[:, None] * 4.0
+        if tp > 1 and summed.any():
+            seconds, evidence = self._each(summed, lambda n: self._collective("all-gather", [n] * tp, self.tp))
+            count = (tp - 1) * summed
+            op = self._start("tp", "partial gradients", "grad_reduce", seconds, count, evidence=evidence)
+            self._wait([op], "grad_reduce")
+        elements = ranks.counted_elements(plan)
+        self._do("sums of squares", "grad_norm", *self._each(elements, lambda n: self.machine.norm(int(n))))
+        world = plan.dp * tp
+        if world > 1:
+            whole = 8 * vector_length(plan)
+            cost = self._collective("all-reduce", [whole], Group(world))
+            op = self._start("world", "norm", "grad_norm", cost, round(2 * (world - 1) / world * whole))
+            self._wait([op], "grad_norm")
+
+
+def _name(family: Family, bucket: Bucket) -> str:
+    return f"{family.name} bucket {family.buckets.index(bucket)}"
+
+
+def _block_name(place: int, block: Block) -> str:
+    return f"layer {place - 1}" if block.kind == "layer" else block.kind
