@@ -77,7 +77,7 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     colours = style.palette(common.systems(main))
     optimizers = common.optimizers(main)
     result = Figure(figsize=(style.TWO_COLUMNS_IN, 5.4), layout="constrained")
-    upper, lower = result.subfigures(2, 1, height_ratios=(1.0, 1.15))
+    upper, lower = np.atleast_1d(result.subfigures(2, 1, height_ratios=(1.0, 1.15)))
     left, right = upper.subplots(1, 2, sharey=True)
     for axis, quantity, number in ((left, "iteration", 1), (right, "optimizer", 0)):
         _bars(axis, point, quantity, names, colours)
@@ -104,6 +104,8 @@ def _times(frame: pd.DataFrame, keys: tuple[str, ...], header: list[str]) -> str
     name = dict(common.systems(frame)).get(reference, reference)
     rows = []
     for key, mine in projected.rows_of(frame, *keys):
+        if [status for (status,) in common.distinct(mine, "status")] == ["not possible"]:  # said below, with the reason
+            continue
         labels = ["" if value is None else str(value) for value in key.values()]
         cells = [projected.cell(mine, quantity) for quantity in TIMES]
         ratio = projected.cell(mine, "optimizer", 2, ratio=True)

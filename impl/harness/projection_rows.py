@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -21,14 +22,14 @@ from impl.optimizers.base import create
 from impl.optimizers.routing import ELEMENTWISE
 from impl.projection.machine import Machine
 from impl.projection.measured import load_machine
-from impl.projection.training import Projection, project
-from impl.projection.uncertain import Samples, band
+from impl.projection.training import NAMES, Projection, project
+from impl.projection.uncertain import Samples, band, exact
 
 QUANTITIES = {
     "iteration": "s",
     "forward_backward": "s",
     "optimizer": "s",
-    "optimizer_update": "s",
+    "optimizer_step": "s",
     "parameter_gather": "s",
     "exposed_communication": "s",
     "tokens_per_s": "tokens/s",
@@ -59,26 +60,24 @@ def rows(spec: ProjectionSpec, tier: str, experiment: str, root: Path) -> Iterat
 
     root: folder of the project, for the kernel table.
     """
-    project_case, claimed = _Projector(spec, root), _Claimed(spec)
-    reference: Projection | None = None
-    comparison: tuple[Any, ...] | None = None
-    for case in spec.cases(tier):
-        keys = {**case.keys(), "experiment": experiment, "reference": spec.reference}
-        if case.comparison != comparison:
-            comparison, reference = case.comparison, None
-        try:
-            found = project_case(case)
-        except ConfigError as error:
-            yield {**keys, "status": "not possible", "reason": str(error), "kind": "projected"}
-            continue
-        yield from ({**keys, "status": "done", **row} for row in _memory_rows(found, project_case.machine(case)))
-        if found.misfit is not None:
-            yield {**keys, "status": "does not fit", "reason": found.misfit, "kind": "projected"}
-            continue
-        claimed.note(case, found)
-        if case.system.id == spec.reference:
-            reference = found
-        yield from ({**keys, "status": "done", **row} for row in _time_rows(found, reference))
+    projector, claimed = _Projector(spec, root), _Claimed(spec)
+    for _, group in itertools.groupby(spec.cases(tier), key=lambda case: case.comparison):
+        cases = list(group)
+        found = {case.system.id: projector.attempt(case) for case in cases}
+        reference = found.get(spec.reference)
+        for case in cases:
+            keys = {**case.keys(), "experiment": experiment, "reference": spec.reference}
+            one, machine = found[case.system.id], projector.machine(case)
+            if isinstance(one, ConfigError):
+                yield {**keys, "status": "not possible", "reason": str(one), "kind": "projected"}
+                continue
+            yield from ({**keys, "status": "done", **row} for row in _memory_rows(one, machine))
+            if one.misfit is not None:
+                yield {**keys, "status": "does not fit", "reason": one.misfit, "kind": "projected"}
+                continue
+            claimed.note(case, one, machine)
+            comparable = isinstance(reference, Projection) and reference.misfit is None
+            yield from ({**keys, "status": "done", **row} for row in _time_rows(one, reference if comparable else None))
     yield from ({"experiment": experiment, "grid": CLAIMS, **row} for row in claimed.rows())
 
 
@@ -94,8 +93,14 @@ class _Projector:
         """Return the machine of a case."""
         return self.machine_named(case.machine)
 
-    def __call__(self, case: Case) -> Projection:
-        """Return the projection; raises :class:`ConfigError` for a case that cannot be."""
+    def attempt(self, case: Case) -> Projection | ConfigError:
+        """Return the projection, or why there is none."""
+        try:
+            return self._project(case)
+        except ConfigError as error:
+            return error
+
+    def _project(self, case: Case) -> Projection:
         entry = case.optimizer
         settings = json.dumps(entry.settings, sort_keys=True)
         parameters = self._parameters(
@@ -129,14 +134,13 @@ class _Claimed:
         self._names = {system.id: system.name for system in spec.systems}
         self._found: dict[tuple[Any, ...], Samples] = {}
 
-    def note(self, case: Case, found: Projection) -> None:
+    def note(self, case: Case, found: Projection, machine: Machine) -> None:
         """Keep what some claim is about of a case."""
         for claim in self._claims:
             place = claim.grid, claim.model, claim.optimizer, claim.dp, claim.tp
-            if place == (case.grid.id, case.model, case.optimizer.id, case.dp, case.tp) and not case.varied:
-                samples = found.samples(claim.quantity)
-                if samples is not None and case.system.id in (claim.baseline, claim.system):
-                    self._found[claim.id, case.system.id] = samples
+            here = case.grid.id, case.model, case.optimizer.id, case.dp, case.tp
+            if place == here and case.system.id in (claim.baseline, claim.system):
+                self._found[claim.id, case.system.id] = _claimed(found, claim.quantity, machine)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for either system of each claim; ``ratio`` is baseline over system, ``reason`` the claim's."""
@@ -163,24 +167,41 @@ class _Claimed:
                 yield row
 
 
+def _claimed(found: Projection, quantity: str, machine: Machine) -> Samples:
+    """Return the samples of a claim's quantity: a time, or the ``temporary_share`` of the card's memory.
+
+    That is what comes and goes in a step without activations: the exchange of micro-groups, one gather of all
+    parameters, or the loss, whichever is largest.
+    """
+    if quantity != "temporary_share":
+        return getattr(found, quantity)
+    assert machine.memory_bytes is not None, "hardware of an experiment has a memory"
+    largest = max(found.memory.parts[part] for part in ("micro_groups", "gathered", "logits"))
+    return exact(largest / machine.memory_bytes)
+
+
 def _time_rows(found: Projection, reference: Projection | None) -> Iterator[dict[str, Any]]:
     for quantity, unit in QUANTITIES.items():
-        samples = found.samples(quantity)
+        samples: Samples | None = getattr(found, quantity)
         if samples is None:
             continue
-        row = {**_banded("", samples), "quantity": quantity, "unit": unit, "kind": "projected"}
-        row["evidence"] = json.dumps(found.evidence(quantity))
+        row: dict[str, Any] = {**_banded("", samples), "quantity": quantity, "unit": unit, "kind": "projected"}
+        if quantity in NAMES:
+            row["evidence"] = json.dumps(found.evidence(quantity))
         if reference is not None:
-            base = reference.samples(quantity)
+            base: Samples | None = getattr(reference, quantity)
             if base is not None and np.all(base > 0):
                 row |= _banded("ratio", samples / base)
         yield row
 
 
 def _memory_rows(found: Projection, machine: Machine) -> Iterator[dict[str, Any]]:
-    for part, count in found.memory.items():
-        quantity = "memory" if part == "total" else f"memory/{part}"
-        yield {"quantity": quantity, "value": float(count), "unit": "B", "kind": "planned"}
+    held = found.memory
+    for part, count in {**held.parts, "": held.total}.items():
+        evidence = {held.evidence[part]: 1.0} if part else {}
+        quantity = f"memory/{part}" if part else "memory"
+        row = {"quantity": quantity, "value": float(count), "unit": "B", "kind": "planned"}
+        yield {**row, "evidence": json.dumps(evidence)}
     if machine.memory_bytes is not None:
         yield {"quantity": "memory/device", "value": float(machine.memory_bytes), "unit": "B", "kind": "planned"}
 

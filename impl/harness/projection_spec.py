@@ -108,12 +108,11 @@ class ProjectionSpec(Frozen):
         return self
 
     def cases(self, tier: str) -> Iterator[Case]:
-        """Return every projection of ``tier``, those of one comparison together, its reference first."""
+        """Return every projection of ``tier``, those of one comparison together."""
         chosen: ProjectionTier = of_tier(self.tiers, tier)
         for grid in chosen.grids:
             entries = _chosen("optimizer of this experiment", grid.optimizers, self.optimizers)
             systems = _chosen("system of this experiment", grid.systems, self.systems)
-            systems = sorted(systems, key=lambda s: s.id != self.reference)
             varied = [(name, value) for name, values in grid.vary.items() for value in values] or [None]
             for model, mesh, entry, change in itertools.product(grid.models, grid.meshes, entries, varied):
                 for system in systems:
