@@ -9,6 +9,7 @@ include: "workflows/rules/common.smk"
 include: "workflows/rules/runs.smk"
 include: "workflows/rules/balance.smk"
 include: "workflows/rules/hessian.smk"
+include: "workflows/rules/projection.smk"
 include: "workflows/rules/tables.smk"
 
 
@@ -42,6 +43,9 @@ rule all:
         rendered("generality"),
         rendered("staleness"),
         rendered("rotation"),
+        rendered("projection"),
+        rendered("scaling"),
+        rendered("pipeline_projection"),
 
 
 # Hours on two cores: sweeps, deep pipelines and ablations.
@@ -61,6 +65,10 @@ rule full:
         rendered("stage_aware"),
         rendered("pipeline_time"),
         rendered("hessian"),
+        rendered("projection"),
+        rendered("scaling"),
+        rendered("pipeline_projection"),
+        rendered("validation"),
 
 
 rule balance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -77,7 +77,7 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     colours = style.palette(common.systems(main))
     optimizers = common.optimizers(main)
     result = Figure(figsize=(style.TWO_COLUMNS_IN, 5.4), layout="constrained")
-    upper, lower = np.atleast_1d(result.subfigures(2, 1, height_ratios=(1.0, 1.15)))
+    upper, lower = cast(Any, result.subfigures(2, 1, height_ratios=(1.0, 1.15)))
     left, right = upper.subplots(1, 2, sharey=True)
     for axis, quantity, number in ((left, "iteration", 1), (right, "optimizer", 0)):
         _bars(axis, point, quantity, names, colours)

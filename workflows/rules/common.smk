@@ -6,7 +6,7 @@ import sys
 from snakemake.exceptions import WorkflowError
 
 from impl.errors import ConfigError
-from impl.harness import experiments
+from impl.harness import experiments, validation_spec
 
 # Jobs run in the environment that runs snakemake, also where it was not activated.
 shell.prefix(f"set -euo pipefail; export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; ")

@@ -1,0 +1,41 @@
+"""``python -m impl validation``: predicted beside measured for every timed run of this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from impl.cli.balance import write_atomically
+from impl.errors import ConfigError
+from impl.harness import validation
+from impl.harness.validation_spec import load, runs_of
+
+HELP = "project the timed runs of this machine from its own kernel times and compare"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--config", required=True, type=Path, help="the experiment, experiments/validation.yaml")
+    parser.add_argument("--tier", default="laptop", help="ci, laptop (default), gpu1, node8 or cluster")
+    parser.add_argument("--results", required=True, type=Path, help="folder of the tier's tables of measured runs")
+    parser.add_argument("--kernels", required=True, type=Path, help="kernel table of this machine")
+    parser.add_argument("--replays", type=Path, help="rank replays on this machine, written by `impl replay`")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the table, as parquet and CSV")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the table; returns 0."""
+    tier = load(args.config).tier(args.tier)
+    runs = runs_of(args.config.parent, tier.experiments, args.tier)
+    found = list(validation.rows(runs, args.results, args.kernels))
+    frame = validation.table(found)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.out / "validation.parquet", lambda path: frame.to_parquet(path, index=False))
+        write_atomically(args.out / "validation.csv", lambda path: frame.to_csv(path, index=False))
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    done = frame.loc[frame["status"] == "done"]
+    median = done["error"].abs().median()
+    print(f"validation: {len(done)} comparisons, median error {median:.1%} -> {args.out / 'validation.parquet'}")
+    return 0

@@ -1,0 +1,162 @@
+"""Predicted beside measured: timed runs of some experiments, projected from kernels measured on the same machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from impl.errors import ConfigError
+from impl.harness import setup
+from impl.harness.pipeline_spec import PipelineSpec
+from impl.harness.run import Run
+from impl.harness.spec import RunSpec
+from impl.harness.step_time_spec import StepTimeSpec
+from impl.projection import pipeline
+from impl.projection.measured import load_machine
+from impl.projection.training import Projection, Workload, project
+from impl.projection.uncertain import Samples, band
+
+PHASES = {"iteration": "iteration", "optimizer_step": "optimizer_step", "forward_backward": "forward_backward"}
+"""What is compared of a training step: the projection's name, and the phase of the measurement."""
+FILLING = 5
+"""First updates of a pipeline that are not timed: they fill it and compute first bases (docs/numbers.md)."""
+KEYS = ("experiment", "run", "model", "optimizer", "system", "system_name", "dp", "tp", "stages", "processes")
+COLUMNS = (
+    *(*KEYS, "shared_cores", "quantity", "method"),
+    *("measured", "measured_low", "measured_high", "n", "predicted", "low", "high", "error", "unit"),
+    *("evidence", "status", "reason", "kind"),
+)
+"""Columns of the table: a row per run, system and quantity.
+
+measured with its quartiles over ``n``; predicted with its band; error: predicted over measured, less 1.
+method: ``timeline``, or ``replay`` of the slowest rank's own share.
+"""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measured time: median or mean, and quartiles."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, values: np.ndarray, *, mean: bool = False) -> Measurement:
+        """Return that of repetitions; the ``mean`` where single ones differ by what they do."""
+        if not len(values):
+            return cls(math.nan, math.nan, math.nan, 0)
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+        return cls(float(values.mean()) if mean else float(middle), float(low), float(high), len(values))
+
+
+def rows(runs: dict[str, tuple[Run, ...]], results: Path, kernels: Path) -> Iterator[dict[str, Any]]:
+    """Yield the comparison of every run.
+
+    results: folder of a tier's tidy tables; kernels: the kernel table of the machine that ran them.
+    Raises :class:`ConfigError` if a table is missing or the kernels are another machine's.
+    """
+    for name, found in runs.items():
+        frame = _table(results / name / f"{name}.parquet")
+        for run in found:
+            mine = frame.loc[frame["run"] == run.id]
+            if isinstance(run.spec, StepTimeSpec):
+                yield from _training(name, run, run.spec, mine, kernels)
+            elif isinstance(run.spec, PipelineSpec):
+                yield from _pipeline(name, run, run.spec, mine, kernels)
+
+
+def training_workload(spec: RunSpec) -> Workload:
+    """Return the projection's workload of a training run."""
+    given = {name: getattr(spec, name) for name in ("sequence", "batch", "microbatches", "dtype")}
+    return Workload(**given, sequence_parallel=False)
+
+
+def project_run(spec: RunSpec, kernels: Path) -> Projection:
+    """Return the projection of a training run on the machine of ``kernels``; raises :class:`ConfigError`."""
+    made = setup.prepare(spec)
+    optimizer_of = {slot.parameter: family.optimizer for family in made.plan.families for slot in family.slots}
+    costs = [made.optimizers[optimizer_of[index]] for index in range(len(made.plan.parameters))]
+    machine = load_machine("local", kernels, spec.world_size)
+    return project(made.plan, costs, made.model, training_workload(spec), machine)
+
+
+def _training(name: str, run: Run, spec: StepTimeSpec, frame: pd.DataFrame, kernels: Path) -> Iterator[dict[str, Any]]:
+    for system in spec.systems:
+        settings = system.run_spec(spec.base)
+        keys = {
+            **{"experiment": name, "run": run.id, "model": settings.model, "optimizer": settings.optimizer},
+            **{"system": system.id, "system_name": system.name, "dp": settings.dp, "tp": settings.tp},
+            **{"processes": settings.world_size, "shared_cores": _shared(frame), "method": "timeline"},
+        }
+        if system.live:
+            reason = "runs Megatron's own optimizer, whose work is not described by a plan of ours"
+            yield {**keys, "status": "not projected", "reason": reason}
+            continue
+        mine = frame.loc[(frame["system"] == system.id) & (frame["quantity"] == "time")]
+        try:
+            found = project_run(settings, kernels)
+        except ConfigError as error:
+            yield {**keys, "status": "not projected", "reason": str(error)}
+            continue
+        for quantity, phase in PHASES.items():
+            times = mine.loc[(mine["phase"] == phase) & (mine["status"] == "done"), "value"].to_numpy(float)
+            evidence = found.evidence("iteration" if quantity == "iteration" else quantity)
+            yield _row(keys, quantity, Measurement.of(times), getattr(found, quantity), evidence)
+
+
+def _pipeline(name: str, run: Run, spec: PipelineSpec, frame: pd.DataFrame, kernels: Path) -> Iterator[dict[str, Any]]:
+    assert run.system is not None
+    keys = {
+        **{"experiment": name, "run": run.id, "model": spec.model, "optimizer": spec.method},
+        **{"system": run.system.id, "system_name": run.system.name, "stages": spec.stages},
+        **{"processes": spec.world_size, "shared_cores": _shared(frame), "method": "timeline"},
+    }
+    ends = frame.loc[(frame["quantity"] == "elapsed") & (frame["status"] == "done")].sort_values("update")
+    gaps = np.diff(ends["value"].to_numpy(float))[FILLING:]
+    try:
+        found = pipeline.project(spec, load_machine("local", kernels, spec.world_size))
+    except ConfigError as error:
+        yield {**keys, "status": "not projected", "reason": str(error)}
+        return
+    yield _row(keys, "update", Measurement.of(gaps, mean=True), found.update_s, found.evidence)
+
+
+def _row(
+    keys: dict[str, Any], quantity: str, measured: Measurement, predicted: Samples, evidence: dict[str, float]
+) -> dict[str, Any]:
+    found = band(predicted)
+    row = {**keys, "quantity": quantity, "unit": "s", "kind": "projected"}
+    row |= {"measured": measured.value, "measured_low": measured.low, "measured_high": measured.high, "n": measured.n}
+    row |= {"predicted": found.value, "low": found.low, "high": found.high, "evidence": json.dumps(evidence)}
+    if not measured.n:
+        return {**row, "status": "not measured", "reason": "the run left no times"}
+    return {**row, "error": found.value / measured.value - 1, "status": "done"}
+
+
+def _shared(frame: pd.DataFrame) -> bool | None:
+    found = [bool(v) for v in frame["shared_cores"].dropna().unique()] if "shared_cores" in frame else []
+    return found[0] if found else None
+
+
+def _table(path: Path) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(path)
+    except FileNotFoundError:
+        raise ConfigError(f"no {path}: measure first, with `make reproduce TARGETS={path.stem}`") from None
+
+
+def table(found: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return the rows as a table with the columns of :data:`COLUMNS` and types that a missing value does not change."""
+    frame = pd.DataFrame(list(found), columns=list(COLUMNS))
+    counts = dict.fromkeys(("dp", "tp", "stages", "processes", "n"), "Int64")
+    numbers = ("measured", "measured_low", "measured_high", "predicted", "low", "high", "error")
+    return frame.astype({**counts, **dict.fromkeys(numbers, "float64"), "shared_cores": "boolean"})

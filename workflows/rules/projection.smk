@@ -1,0 +1,109 @@
+# Projections: plans and schedules on hardware that is described, not used.  The settings' hash is what triggers them.
+localrules:
+    projection,
+    scaling,
+    pipeline_projection,
+    validation,
+
+
+PROJECTED = ("projection", "scaling", "pipeline_projection")
+
+try:
+    PROJECTIONS = {name: experiments.settings_digest(f"{EXPERIMENTS}/{name}.yaml", TIER) for name in PROJECTED}
+    VALIDATED = validation_spec.load(f"{EXPERIMENTS}/validation.yaml").tier(TIER)
+    VALIDATION = experiments.settings_digest(f"{EXPERIMENTS}/validation.yaml", TIER)
+except ConfigError as error:
+    raise WorkflowError(str(error)) from None
+
+
+rule projection:
+    input:
+        rendered("projection"),
+
+
+rule scaling:
+    input:
+        rendered("scaling"),
+
+
+rule pipeline_projection:
+    input:
+        rendered("pipeline_projection"),
+
+
+rule validation:
+    input:
+        rendered("validation"),
+
+
+rule project:
+    input:
+        ancient(f"{EXPERIMENTS}/{{experiment}}.yaml"),
+    output:
+        parquet=f"{HERE}/{{experiment}}.parquet",
+        csv=f"{HERE}/{{experiment}}.csv",
+    log:
+        f"{HERE}/logs/{{experiment}}.log",
+    benchmark:
+        f"{HERE}/benchmarks/{{experiment}}.tsv"
+    wildcard_constraints:
+        experiment="|".join(PROJECTED),
+    conda:
+        "../envs/ricercar.yaml"
+    resources:
+        mem_mb=3000,
+        runtime=20,
+    params:
+        settings=lambda wildcards: PROJECTIONS[wildcards.experiment],
+        command=lambda wildcards: "pipeline-projection" if wildcards.experiment.startswith("pipeline") else "projection",
+        folder=subpath(output.parquet, parent=True),
+    shell:
+        "python -m impl {params.command} --config {input:q} --tier {wildcards.tier} --out {params.folder:q}"
+        " 2>&1 | tee {log:q}"
+
+
+# Kernel times of this machine, measured as the validated runs execute them; the runs' hashes are what triggers it.
+rule measure_kernels:
+    input:
+        ancient(expand(f"{EXPERIMENTS}/{{name}}.yaml", name=VALIDATED.experiments)),
+    output:
+        "results/generated/{tier}/validation/kernels.csv",
+    log:
+        "results/generated/{tier}/validation/logs/kernels.log",
+    benchmark:
+        "results/generated/{tier}/validation/benchmarks/kernels.tsv"
+    conda:
+        "../envs/ricercar.yaml"
+    threads: ALL_CORES
+    resources:
+        mem_mb=8000,
+        runtime=60,
+    params:
+        runs=[run.id for name in VALIDATED.experiments for run in RUNS[name]],
+        experiments=lambda wildcards, input: " ".join(f"--experiment {shlex.quote(path)}" for path in input),
+    shell:
+        "python -m impl kernels {params.experiments} --tier {wildcards.tier} --out {output:q} 2>&1 | tee {log:q}"
+
+
+rule validate:
+    input:
+        experiment=ancient(f"{EXPERIMENTS}/validation.yaml"),
+        kernels="results/generated/{tier}/validation/kernels.csv",
+        tables=[HERE.format(tier="{tier}", experiment=name) + f"/{name}.parquet" for name in VALIDATED.experiments],
+    output:
+        parquet="results/generated/{tier}/validation/validation.parquet",
+        csv="results/generated/{tier}/validation/validation.csv",
+    log:
+        "results/generated/{tier}/validation/logs/validation.log",
+    conda:
+        "../envs/ricercar.yaml"
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    params:
+        settings=VALIDATION,
+        folder=subpath(output.parquet, parent=True),
+        results="results/generated/{tier}",
+    shell:
+        "python -m impl validation --config {input.experiment:q} --tier {wildcards.tier} --results {params.results:q}"
+        " --kernels {input.kernels:q} --out {params.folder:q} 2>&1 | tee {log:q}"
