@@ -109,7 +109,7 @@ class Timeline:
 
     def end(self) -> Samples:
         """Return when the last rank has done everything ``[1 + DRAWS]``."""
-        return np.max([_slowest(free) for free in self._free.values()], axis=0)
+        return np.max([np.zeros(1 + DRAWS), *(_slowest(free) for free in self._free.values())], axis=0)
 
     def seconds(self, *phases: str, waiting: bool | None = None) -> Samples:
         """Return the time that the slowest rank's compute stream spends in ``phases`` (all if empty) ``[1 + DRAWS]``.
