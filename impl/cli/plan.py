@@ -19,8 +19,8 @@ MAX_ROWS = 32
 """Ranks listed one by one in the readable report."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def planner_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is planned and how."""
     parser.add_argument("--model", required=True, help="a model of the catalogue, for example qwen3-32b")
     parser.add_argument("--layers", type=int, help="number of layers instead of the model's own")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
@@ -47,6 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--nv-version", help="nv-layerwise: ping-pong, lpt-numel or lpt-ns (default)")
     options.add_argument("--split", help="fused QKV and gate/up matrices: none (default), update or atoms")
     options.add_argument("--split-qkv", help="split QKV into matrices (default) or heads")
+
+
+def planner_options(args: argparse.Namespace) -> PlanOptions:
+    """Return the planner's settings that were given; raises :class:`ConfigError` for a wrong one."""
+    given = {name: getattr(args, name) for name in PlanOptions.model_fields if getattr(args, name, None) is not None}
+    return parse(PlanOptions, given)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    planner_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print the report as JSON")
     output.add_argument("--out", type=Path, help="write the whole plan as JSON to this file")
@@ -55,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print the report, and write what was asked for; returns 0."""
-    given = {name: getattr(args, name) for name in PlanOptions.model_fields if getattr(args, name, None) is not None}
-    options = parse(PlanOptions, given)
+    options = planner_options(args)
     if args.draw and args.draw.suffix not in SUFFIXES:
         raise ConfigError(f"--draw {args.draw}: end the name in {' or '.join(SUFFIXES)}")
     load = workload(catalogue.load(args.model, args.layers), args.optimizer, args.tp, options=options)

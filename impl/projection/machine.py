@@ -85,15 +85,22 @@ class Block:
 
 
 class Machine(Protocol):
-    """A machine for which projections are made.
+    """A machine for which projections are made."""
 
-    memory_bytes: of one device, None if it is not known.  shared: communication runs on the cores that compute.
-    devices_per_node: ranks that fill a node before the next one begins.
-    """
+    @property
+    def name(self) -> str:
+        """Of the hardware, as people call it."""
+        ...
 
-    name: str
-    memory_bytes: int | None
-    shared: bool
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of one device, None if it is not known."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether communication runs on the cores that compute."""
+        ...
 
     def forward(self, block: Block) -> Cost:
         """Return the time of a block's forward."""
@@ -172,7 +179,11 @@ class Roofline:
         return self._passes(20.0 * elements)
 
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
-        """Return bandwidth and latency of a ring, of unequal segments those of a chain from or to each root."""
+        """Return bandwidth and latency of a ring, of unequal segments those of a chain from or to each root.
+
+        An all-reduce of few bytes takes a tree instead, as NCCL's do, whose latency grows with the logarithm of the
+        ranks.
+        """
         ranks, link = group.ranks, self.hardware.link(group)
         whole = float(sum(sizes))
         if ranks == 1 or whole == 0:
@@ -188,7 +199,11 @@ class Roofline:
             moved, hops = whole, ranks - 1
         else:
             moved, hops = whole, 1
-        return Cost.of(moved / link.bandwidth + hops * link.latency, link.evidence)
+        seconds = moved / link.bandwidth + hops * link.latency
+        if kind == "all-reduce":
+            levels = 2 * math.ceil(math.log2(ranks))
+            seconds = np.minimum(seconds, 2 * whole / link.bandwidth + levels * link.latency)
+        return Cost.of(seconds, link.evidence)
 
     def _block(self, block: Block, times: float) -> Cost:
         parts = [

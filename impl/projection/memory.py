@@ -15,10 +15,9 @@ from impl.canzona.plan import Plan
 from impl.models.catalogue import ModelConfig
 from impl.optimizers.base import Optimizer
 from impl.projection import ranks
-from impl.projection.machine import Block, Machine
+from impl.projection.machine import Machine
 from impl.projection.timeline import Array
-from impl.projection.updates import Updates
-from impl.projection.workload import TpUpdate, Workload, blocks
+from impl.projection.workload import TpUpdate, Workload
 
 EXACT = "planned: exact shapes"
 STATIC = ("parameters", "gradients", "masters", "state")
@@ -76,7 +75,7 @@ def needed(
     total = sum((parts[name] for name in STATIC), np.zeros(mesh)) + np.max(moments, axis=0)
     dp, tp = (int(i) for i in np.unravel_index(int(total.argmax()), mesh))
     layer = f"formula: what autograd keeps of a layer, fused attention, recompute {work.recompute}"
-    sources = {name: EXACT for name in parts} | {"activations": layer, "logits": "formula: fp32 softmax and gradient"}
+    sources = dict.fromkeys(parts, EXACT) | {"activations": layer, "logits": "formula: fp32 softmax and gradient"}
     return Memory({n: round(v[dp, tp]) for n, v in parts.items()}, round(total[dp, tp]), (dp, tp), sources)
 
 
@@ -89,9 +88,7 @@ def fits(memory: Memory, machine: Machine) -> str | None:
     return f"needs {memory.total / 1e9:.1f} GB on rank dp {dp} tp {tp}, the card has {have:.1f} GB"
 
 
-def owned_bytes(
-    plan: Plan, costs: Sequence[Optimizer], *, tp_update: TpUpdate = "exchange"
-) -> tuple[Array, Array]:
+def owned_bytes(plan: Plan, costs: Sequence[Optimizer], *, tp_update: TpUpdate = "exchange") -> tuple[Array, Array]:
     """Return the bytes ``[dp, tp]`` of fp32 values that each rank's updates apply to, and of its optimizer state.
 
     The two numbers of :meth:`impl.canzona.engine.Engine.state_bytes`; where parameters are fp32 they are their own
@@ -157,8 +154,8 @@ def activation_bytes(config: ModelConfig, work: Workload, dp: int, tp: int) -> f
         4 f / t                   gate and up, silu(gate), and the product that the last matrix reads
 
     and 4 bytes a query head for the fused attention's log-sums, which ``selective-attention`` does not keep; nothing
-    grows with the square of the sequence.  ``full`` keeps every layer's input, ``h / s``, and one layer's all.  The head
-    keeps input and output of the last norm.
+    grows with the square of the sequence.  ``full`` keeps every layer's input, ``h / s``, and one layer's all.  The
+    head keeps input and output of the last norm.
     """
     a = config.arch
     tokens = work.rows(dp) * work.sequence

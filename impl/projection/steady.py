@@ -7,10 +7,9 @@ next forward, gradients are reduced under the last backward, and the next norm e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -21,40 +20,39 @@ from impl.optimizers.base import Optimizer
 from impl.projection import ranks
 from impl.projection.hardware import Group
 from impl.projection.machine import Block, Collective, Machine
-from impl.projection.timeline import COMPUTE, Array, Op, Timeline
-from impl.projection.uncertain import DRAWS, Cost, shares, total
+from impl.projection.program import TP, Program
+from impl.projection.timeline import Array, Op, Timeline
+from impl.projection.uncertain import Cost, total
 from impl.projection.updates import Updates
 from impl.projection.workload import TpUpdate, Uneven, Workload, blocks, talks
 
-DP, TP = 0, 1
-"""Axes of the mesh."""
 
-
-@dataclass
-class Step:
+class Step(Program):
     """Fills the timeline of ``plan`` on ``machine``; :meth:`run` once.
 
-    costs: the optimizer of each parameter of the plan.
+    costs: the optimizer of each parameter of the plan.  tp_update, uneven: see
+        :func:`impl.projection.training.project`.
 
     once: the waits for parameters that are gathered in one blocking call after the optimizer.
     """
 
-    plan: Plan
-    costs: Sequence[Optimizer]
-    config: ModelConfig
-    work: Workload
-    machine: Machine
-    tp_update: TpUpdate = "exchange"
-    uneven: Uneven = "rooted"
-    once: list[Op] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        plan = self.plan
-        self.timeline = Timeline((plan.dp, plan.tp), shared=self.machine.shared)
+    def __init__(
+        self,
+        plan: Plan,
+        costs: Sequence[Optimizer],
+        config: ModelConfig,
+        work: Workload,
+        machine: Machine,
+        tp_update: TpUpdate = "exchange",
+        uneven: Uneven = "rooted",
+    ) -> None:
+        super().__init__((plan.dp, plan.tp), machine)
+        self.plan, self.work, self.uneven = plan, work, uneven
+        self.tp_update: TpUpdate = tp_update
+        self.optimizers = {cost.name: cost for cost in costs}
         self.tp, self.dp = Group(plan.tp), Group(plan.dp, plan.tp)
-        self._blocks = blocks(self.config, self.work, plan.dp, plan.tp)
-        self._now: list[Op] = []
-        self._collectives: dict[tuple[str, tuple[float, ...], Group], Cost] = {}
+        self.once: list[Op] = []
+        self._blocks = blocks(config, work, plan.dp, plan.tp)
         self._blocked: dict[tuple[str, str], tuple[Cost, Cost, int]] = {}
 
     def run(self) -> Timeline:
@@ -68,47 +66,9 @@ class Step:
         self._norm()
         return self.timeline
 
-    # --- pieces of a program -------------------------------------------------------------------------------------
-
-    def _do(self, name: str, phase: str, cost: Cost | Array, evidence: dict[str, float] | None = None) -> Op:
-        """Compute."""
-        op = self.timeline.add(COMPUTE, name, phase, cost, evidence=evidence)
-        self._now = [op]
-        return op
-
-    def _start(
-        self, stream: str, name: str, phase: str, cost: Cost | Array, count: Any, **more: Any
-    ) -> Op:
-        """Start a collective when the compute stream has come this far; along axis ``stream``, or all (``world``)."""
-        axes = {"dp": [DP], "tp": [TP], "world": [DP, TP]}[stream]
-        return self.timeline.add(
-            stream, name, phase, cost, after=self._now, meet=axes, bytes=count, dimension=stream, **more
-        )
-
-    def _wait(self, ops: Sequence[Op], phase: str) -> Op | None:
-        op = self.timeline.wait(ops, phase)
-        self._now = [op] if op else list(ops) or self._now
-        return op
-
-    def _collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
-        key = kind, tuple(sizes), group
-        if key not in self._collectives:
-            self._collectives[key] = self.machine.collective(kind, sizes, group)
-        return self._collectives[key]
-
-    def _each(self, values: Array, price: Callable[[float], Cost]) -> tuple[Array, dict[str, float]]:
-        """Return the seconds of ranks whose work is a number ``[*mesh]``, and the evidence of the largest one's."""
-        amounts = ranks.Amounts(values.shape)
-        for value in np.unique(values[values > 0]):
-            amounts.add(float(value), values == value)
-        return amounts.cost(price)
-
-    # --- optimizer -----------------------------------------------------------------------------------------------
-
     def _optimizer(self) -> None:
-        optimizers = {o.name: o for o in self.costs}
         for family in self.plan.families:
-            optimizer = optimizers[family.optimizer]
+            optimizer = self.optimizers[family.optimizer]
             if not family.atomic:
                 self._elementwise(family, optimizer)
                 continue
@@ -125,18 +85,18 @@ class Step:
         def price(elements: int) -> Cost:
             return self.machine.update(optimizer, (elements,)) + self.machine.apply(elements, self.work.dtype)
 
-        self._do(family.optimizer, "optimizer_step", *amounts.cost(price))
+        self.do(family.optimizer, "optimizer_step", *amounts.cost(price))
 
     def _pipelined(self, groups: Sequence[ranks.GroupWork], updates: Updates) -> None:
         """Micro-groups in order, the next gather and the last scatter in flight (:func:`run_pipelined`)."""
         scatters: list[Op | None] = []
         gather = self._exchange("gather", 0, groups[0].gather_bytes) if groups else None
         for number, group in enumerate(groups):
-            self._wait([gather] if gather else [], "tp_exchange")
+            self.wait([gather] if gather else [], "tp_exchange")
             if number + 1 < len(groups):
                 gather = self._exchange("gather", number + 1, groups[number + 1].gather_bytes)
             name = f"{updates.optimizer.name}, group {number}"
-            self._do(name, "optimizer_step", *group.updates.cost(updates.compute))
+            self.do(name, "optimizer_step", *group.updates.cost(updates.compute))
             scatters.append(self._exchange("scatter", number, group.scatter_bytes))
             if number > 0:
                 self._land(number - 1, groups, scatters)
@@ -148,31 +108,28 @@ class Step:
         if not count.any():
             return None
         busiest = count.max(axis=TP, keepdims=True)
-        seconds, evidence = self._each(busiest, lambda n: self._collective("all-to-all", [n], self.tp))
-        return self._start("tp", f"{name} {number}", "tp_exchange", seconds, count, evidence=evidence)
+        seconds, evidence = self.each(busiest, lambda n: self.collective("all-to-all", [n], self.tp))
+        return self.start("tp", f"{name} {number}", "tp_exchange", seconds, count, evidence=evidence)
 
     def _land(self, number: int, groups: Sequence[ranks.GroupWork], scatters: Sequence[Op | None]) -> None:
         op = scatters[number]
-        self._wait([op] if op else [], "tp_exchange")
+        self.wait([op] if op else [], "tp_exchange")
         self._apply(f"apply group {number}", groups[number].local)
 
     def _apply(self, name: str, local: ranks.Amounts) -> None:
-        self._do(name, "optimizer_step", *local.cost(lambda m: self.machine.apply(m.elements, self.work.dtype)))
+        self.do(name, "optimizer_step", *local.cost(lambda m: self.machine.apply(m.elements, self.work.dtype)))
 
     def _on_shards(self, groups: Sequence[ranks.GroupWork], updates: Updates) -> None:
         """Every TP rank updates its own shards; sums of Gram matrices stand between the products and block."""
         for number, group in enumerate(groups):
             name = f"{updates.optimizer.name} {updates.mode}, group {number}"
-            self._do(name, "optimizer_step", *group.local.cost(updates.compute))
-            share = 2 * (self.plan.tp - 1) / self.plan.tp
-            count = group.local.total(lambda m: sum(round(share * n) for n in updates.gram_bytes(m)))
+            self.do(name, "optimizer_step", *group.local.cost(updates.compute))
+            count = group.local.total(updates.counted)
             if count.any():
                 seconds, evidence = group.local.cost(updates.communicate)
                 name = f"sums of Gram matrices {number}"
-                self._wait([self._start("tp", name, "tp_exchange", seconds, count, evidence=evidence)], "tp_exchange")
+                self.wait([self.start("tp", name, "tp_exchange", seconds, count, evidence=evidence)], "tp_exchange")
             self._apply(f"apply group {number}", group.local)
-
-    # --- parameters and gradients over DP ------------------------------------------------------------------------
 
     def _segments(self, kind: Collective, cuts: Sequence[int], size: int) -> tuple[Cost, Array]:
         """Return cost and each rank's bytes ``[dp, 1]`` of a reduce-scatter or all-gather along ``cuts``."""
@@ -180,7 +137,7 @@ class Step:
         if self.uneven == "padded":
             lengths = [max(lengths)] * len(lengths)
         count = sum(lengths) - np.array(lengths, dtype=float)[:, None]
-        return self._collective(kind, lengths, self.dp), count
+        return self.collective(kind, lengths, self.dp), count
 
     def _gather_parameters(self) -> dict[int, list[Op]]:
         """Start the gathers in the forward's order; return by block those that it has to wait for."""
@@ -190,15 +147,15 @@ class Step:
         due = [(b, bucket) for b, bucket in self._buckets() if b.synchronization == "per-bucket"]
         for family, bucket in sorted(due, key=lambda item: min(slot.parameter for slot in item[1].slots)):
             cost, count = self._segments("all-gather", bucket.cuts, self.work.size)
-            op = self._start("dp", f"gather {_name(family, bucket)}", "param_sync", cost, count)
+            op = self.start("dp", f"gather {_name(family, bucket)}", "param_sync", cost, count)
             for block in {self._block_of(slot.parameter) for slot in bucket.slots}:
                 waiting.setdefault(block, []).append(op)
         if any(family.synchronization == "once" for family in plan.families):
             lengths = ranks.gathered_once(plan)
             cuts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
             cost, count = self._segments("all-gather", cuts, self.work.size)
-            op = self._start("dp", "gather all parameters", "param_sync", cost, count)
-            waited = self._wait([op], "param_sync")
+            op = self.start("dp", "gather all parameters", "param_sync", cost, count)
+            waited = self.wait([op], "param_sync")
             self.once.append(waited or op)
         return waiting
 
@@ -220,12 +177,10 @@ class Step:
     def _reduce(self, family: Family, bucket: Bucket) -> Op:
         name = f"reduce {_name(family, bucket)}"
         if bucket.cuts:
-            return self._start("dp", name, "grad_reduce", *self._segments("reduce-scatter", bucket.cuts, 4))
+            return self.start("dp", name, "grad_reduce", *self._segments("reduce-scatter", bucket.cuts, 4))
         whole, dp = 4 * (bucket.end - bucket.start), self.plan.dp
-        cost = self._collective("all-reduce", [whole], self.dp)
-        return self._start("dp", name, "grad_reduce", cost, round(2 * (dp - 1) / dp * whole))
-
-    # --- model ---------------------------------------------------------------------------------------------------
+        cost = self.collective("all-reduce", [whole], self.dp)
+        return self.start("dp", name, "grad_reduce", cost, round(2 * (dp - 1) / dp * whole))
 
     def _cost(self, block: Block, direction: Literal["forward", "backward"]) -> tuple[Cost, Cost, int]:
         """Return compute, blocking communication and its bytes of a block's forward or backward."""
@@ -240,7 +195,7 @@ class Step:
                 elif self.work.recompute == "selective-attention":
                     compute = self.machine.forward(block.attention()) + compute
             tp = self.plan.tp
-            cost = total([self._collective(t.kind, t.sizes(tp), self.tp) for t in spoken])
+            cost = total([self.collective(t.kind, t.sizes(tp), self.tp) for t in spoken])
             self._blocked[key] = compute, cost, sum(t.counted(tp) for t in spoken)
         return self._blocked[key]
 
@@ -253,12 +208,12 @@ class Step:
     ) -> None:
         """Run ``blocks``, then ``between``; their blocking communication follows as one."""
         parts = [self._cost(block, direction) for block in blocks]
-        self._do(f"{direction} {name}", direction, total([part[0] for part in parts]))
+        self.do(f"{direction} {name}", direction, total([part[0] for part in parts]))
         if between is not None:
             between()
         if count := sum(part[2] for part in parts):
             cost = total([part[1] for part in parts])
-            self._wait([self._start("tp", f"activations {name}", direction, cost, count)], direction)
+            self.wait([self.start("tp", f"activations {name}", direction, cost, count)], direction)
 
     def _forward(self, number: int, waiting: dict[int, list[Op]]) -> None:
         """One microbatch; in the first, blocks wait for their parameters."""
@@ -266,7 +221,7 @@ class Step:
             self._model(f"microbatch {number}", "forward", self._blocks)
             return
         for place, block in enumerate(self._blocks):
-            self._wait(waiting.get(place, []), "param_sync")
+            self.wait(waiting.get(place, []), "param_sync")
             self._model(_block_name(place, block), "forward", [block])
 
     def _backward(self, number: int, *, last: bool) -> None:
@@ -285,25 +240,25 @@ class Step:
         for place, block in reversed(list(enumerate(self._blocks))):
             self._model(_block_name(place, block), "backward", [block], partial(launch, place))
         assert not due, "every bucket is complete after the embedding's backward"
-        self._wait(pending, "grad_reduce")
+        self.wait(pending, "grad_reduce")
 
     def _norm(self) -> None:
         """Sum q/k-norm gradients over TP, then take the global norm."""
         plan, tp = self.plan, self.plan.tp
         summed = ranks.partial_elements(plan)[:, None] * 4.0
         if tp > 1 and summed.any():
-            seconds, evidence = self._each(summed, lambda n: self._collective("all-gather", [n] * tp, self.tp))
+            seconds, evidence = self.each(summed, lambda n: self.collective("all-gather", [n] * tp, self.tp))
             count = (tp - 1) * summed
-            op = self._start("tp", "partial gradients", "grad_reduce", seconds, count, evidence=evidence)
-            self._wait([op], "grad_reduce")
+            op = self.start("tp", "partial gradients", "grad_reduce", seconds, count, evidence=evidence)
+            self.wait([op], "grad_reduce")
         elements = ranks.counted_elements(plan)
-        self._do("sums of squares", "grad_norm", *self._each(elements, lambda n: self.machine.norm(int(n))))
+        self.do("sums of squares", "grad_norm", *self.each(elements, lambda n: self.machine.norm(int(n))))
         world = plan.dp * tp
         if world > 1:
             whole = 8 * vector_length(plan)
-            cost = self._collective("all-reduce", [whole], Group(world))
-            op = self._start("world", "norm", "grad_norm", cost, round(2 * (world - 1) / world * whole))
-            self._wait([op], "grad_norm")
+            cost = self.collective("all-reduce", [whole], Group(world))
+            op = self.start("world", "norm", "grad_norm", cost, round(2 * (world - 1) / world * whole))
+            self.wait([op], "grad_norm")
 
 
 def _name(family: Family, bucket: Bucket) -> str:

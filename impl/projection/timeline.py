@@ -109,19 +109,18 @@ class Timeline:
 
     def end(self) -> Samples:
         """Return when the last rank has done everything ``[1 + DRAWS]``."""
-        return np.max([_slowest(free) for free in self._free.values()], axis=0)
+        return np.max([np.zeros(1 + DRAWS), *(_slowest(free) for free in self._free.values())], axis=0)
 
     def seconds(self, *phases: str, waiting: bool | None = None) -> Samples:
         """Return the time that the slowest rank's compute stream spends in ``phases`` (all if empty) ``[1 + DRAWS]``.
 
         waiting: only waiting, or only working; None for both.
         """
-        parts = [op.seconds for op in self._compute(phases) if waiting is None or op.waiting is waiting]
-        return _slowest(sum(parts, self._array(np.zeros(1 + DRAWS))))
+        return slowest([op for op in self._compute(phases) if waiting is None or op.waiting is waiting])
 
     def evidence(self, *phases: str) -> dict[str, float]:
-        """Return the share of time by source in what :meth:`seconds` returns."""
-        return shares([(op.evidence, float(op.seconds[0].max())) for op in self._compute(phases)])
+        """Return the share of time by source in what :meth:`seconds` returns, of the rank that is slowest nominally."""
+        return sources(self._compute(phases))
 
     def bytes(self) -> dict[str, dict[str, float]]:
         """Return the logical bytes of the busiest rank by phase and dimension."""
@@ -134,18 +133,19 @@ class Timeline:
             out[phase][dimension] = float(count.max())
         return dict(out)
 
-    def trace(self, names: Sequence[str] | None = None) -> str:
+    def trace(self, names: Sequence[str] | None = None, ranks: Sequence[tuple[int, ...]] | None = None) -> str:
         """Return the nominal timeline as a Chrome trace (JSON), which Perfetto and ``chrome://tracing`` open.
 
-        names: of the ranks, in the order of the mesh's last axis first.
+        ranks: which to show; all of them, the mesh's last axis first, if not given.  names: of those, in their order.
         """
+        shown = list(np.ndindex(*self.mesh)) if ranks is None else list(ranks)
         events: list[dict[str, Any]] = []
-        for number, rank in enumerate(np.ndindex(*self.mesh)):
+        for number, rank in enumerate(shown):
             label = names[number] if names else f"rank {', '.join(map(str, rank))}"
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}})
         for op in self.ops:
             start, seconds = (np.broadcast_to(a[0], self.mesh) for a in (op.start, op.seconds))
-            for number, rank in enumerate(np.ndindex(*self.mesh)):
+            for number, rank in enumerate(shown):
                 if seconds[rank] > 0:
                     event = {"ph": "X", "name": op.name, "cat": op.phase, "pid": number, "tid": op.stream}
                     span = {"ts": float(start[rank]) * 1e6, "dur": float(seconds[rank]) * 1e6}
@@ -168,6 +168,27 @@ class Timeline:
 
     def _array(self, samples: Samples) -> Array:
         return samples.reshape(-1, *(1 for _ in self.mesh))
+
+
+def slowest(ops: Sequence[Op]) -> Samples:
+    """Return the largest sum of seconds over ``ops`` that a rank has ``[1 + DRAWS]``."""
+    return _slowest(_sum(ops)) if ops else np.zeros(1 + DRAWS)
+
+
+def sources(ops: Sequence[Op]) -> dict[str, float]:
+    """Return the share of time by source in :func:`slowest`, of the rank that is slowest nominally."""
+    if not ops:
+        return {}
+    times = _sum(ops)[0]
+    rank = np.unravel_index(int(times.argmax()), times.shape)
+    return shares([(op.evidence, float(np.broadcast_to(op.seconds[0], times.shape)[rank])) for op in ops])
+
+
+def _sum(ops: Sequence[Op]) -> Array:
+    total = ops[0].seconds
+    for op in ops[1:]:
+        total = total + op.seconds
+    return total
 
 
 def _slowest(times: Array) -> Samples:

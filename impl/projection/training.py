@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from impl.canzona.plan import Plan
 from impl.models.catalogue import ModelConfig
 from impl.optimizers.base import Optimizer
@@ -16,8 +14,8 @@ from impl.projection.hardware import Hardware
 from impl.projection.machine import Machine
 from impl.projection.memory import Memory
 from impl.projection.steady import Step
-from impl.projection.timeline import COMPUTE, Op, Timeline
-from impl.projection.uncertain import DRAWS, Samples, shares
+from impl.projection.timeline import COMPUTE, Op, Timeline, slowest, sources
+from impl.projection.uncertain import Samples
 from impl.projection.workload import TpUpdate, Uneven, Workload, blocks
 
 __all__ = ["Projection", "TpUpdate", "Uneven", "Workload", "model_flops", "peak_flops", "project"]
@@ -54,33 +52,33 @@ class Projection:
     @property
     def forward_backward(self) -> Samples:
         """Forwards, backwards and waiting for reduced gradients, of the slowest rank."""
-        return _slowest(self._of(*FORWARD_BACKWARD))
+        return slowest(self._of(*FORWARD_BACKWARD))
 
     @property
     def optimizer_step(self) -> Samples:
         """The optimizer step with its exchange over TP, of the slowest rank; without any gather of parameters."""
-        return _slowest(self._of(*OPTIMIZER))
+        return slowest(self._of(*OPTIMIZER))
 
     @property
     def parameter_gather(self) -> Samples:
         """One blocking gather of all parameters where the plan has it, waiting for slower owners included."""
-        return _slowest(list(self.once))
+        return slowest(list(self.once))
 
     @property
     def optimizer(self) -> Samples:
         """:attr:`optimizer_step`, and the blocking gather as far as it follows: published steps contain it."""
-        return _slowest([*self._of(*OPTIMIZER), *self.once])
+        return slowest([*self._of(*OPTIMIZER), *self.once])
 
     @property
     def exposed_communication(self) -> Samples:
         """What the busiest rank's compute stream waits for or blocks on: activations, gradients, parameters."""
-        return _slowest(self._exposed)
+        return slowest(self._exposed)
 
     @property
     def phases(self) -> dict[str, Samples]:
         """The slowest rank's time in each phase of the engine's clock."""
         names = dict.fromkeys(op.phase for op in self._compute)
-        return {name: _slowest(self._of(name)) for name in names}
+        return {name: slowest(self._of(name)) for name in names}
 
     @property
     def tokens_per_s(self) -> Samples:
@@ -93,7 +91,7 @@ class Projection:
         return None if self.peak is None else self.flops / (self.iteration * self.devices * self.peak)
 
     def evidence(self, name: str) -> dict[str, float]:
-        """Return the share of time by source of ``name``: one of :data:`NAMES` or a phase."""
+        """Return the share of time by source of ``name``, one of :data:`NAMES` or a phase, of the slowest rank."""
         parts: dict[str, Callable[[], Sequence[Op]]] = {
             "iteration": lambda: self._compute,
             "forward_backward": lambda: self._of(*FORWARD_BACKWARD),
@@ -101,7 +99,7 @@ class Projection:
             "exposed_communication": lambda: self._exposed,
         }
         ops = parts[name]() if name in parts else self._of(name)
-        return shares([(op.evidence, float(op.seconds[0].max())) for op in ops])
+        return sources(ops)
 
     @cached_property
     def _compute(self) -> list[Op]:
@@ -163,9 +161,3 @@ def peak_flops(machine: Machine) -> float | None:
     """Return the bf16 FLOP/s of one device on its data sheet, None for a machine without one."""
     hardware = getattr(machine, "hardware", None)
     return hardware.spec.device.peak_flops.get("bfloat16") if isinstance(hardware, Hardware) else None
-
-
-def _slowest(ops: Sequence[Op]) -> Samples:
-    """Return the largest sum over ``ops`` that a rank has."""
-    times = sum((op.seconds for op in ops), np.zeros((1 + DRAWS, 1, 1)))
-    return times.reshape(len(times), -1).max(axis=1)

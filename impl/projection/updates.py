@@ -70,6 +70,10 @@ class Updates:
         settings = self.optimizer.settings
         return [BYTES[settings.ns_dtype] * uncut**2 for uncut, _ in self._turned(matrix)] * settings.ns_steps
 
+    def counted(self, matrix: Matrix) -> int:
+        """Return the logical bytes of those sums on each rank."""
+        return sum(round(2 * (self.tp - 1) / self.tp * count) for count in self.gram_bytes(matrix))
+
     def communicate(self, matrix: Matrix) -> Cost:
         """Return the time of the sums of Gram matrices."""
         group = Group(self.tp)

@@ -22,10 +22,10 @@ class Workload(Frozen):
     sequence: tokens of a sequence.  batch: sequences of a step over all DP ranks; microbatches: into how many each
         rank's share is accumulated.
     dtype: of parameters and activations; gradients are summed in fp32.
-    recompute: ``none``; ``selective-attention`` runs the core attention again in the backward; ``full`` runs every layer
-        again from its input.
+    recompute: ``none``; ``selective-attention`` runs the core attention again in the backward; ``full`` runs every
+        layer again from its input.
     sequence_parallel: norms and residual sums work on a TP rank's share of the tokens (Korthikanti et al., 2022); the
-        engine's own model has it not.
+        engine's own model does not do that.
     """
 
     sequence: int = Field(default=2048, gt=0)
