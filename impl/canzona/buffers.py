@@ -60,7 +60,7 @@ class FamilyBuffer:
             self.module_parameters[key] = parameter
             self._key_of |= {slot.parameter: key for slot in slots}
         self._gradient_views = {k: self._view(self.gradients, k, p) for k, p in self.module_parameters.items()}
-        self.runs = _runs(plan, family, dp_rank)
+        self.runs = runs_of(plan, family, dp_rank)
         self.masters = {run.name: self._master(run) for run in self.runs}
 
     def keys(self, bucket: Bucket) -> set[int]:
@@ -104,7 +104,8 @@ class FamilyBuffer:
         return sum(4 * m.numel() for m in self.masters.values())
 
 
-def _runs(plan: Plan, family: Family, rank: int) -> tuple[Run, ...]:
+def runs_of(plan: Plan, family: Family, rank: int) -> tuple[Run, ...]:
+    """Return what DP rank ``rank`` updates of ``family``, by rising position."""
     if family.atomic:
         return tuple(Run(plan.parameters[p.parameter].name, p.start, p.end, p.parameter) for p in family.pieces(rank))
     spans: list[list[int]] = []
