@@ -43,7 +43,7 @@ def execute(spec: KernelsSpec, folder: Path) -> tuple[int, list[Row]]:
 def rows_of(folder: Path) -> list[Row]:
     """Return the rows that a job has written."""
     lines = read_rows(RunFolder(folder).metrics)
-    nothing = {"seconds": math.nan, "q25": math.nan, "q75": math.nan, "spike": math.nan}
+    nothing: dict[str, Any] = {"seconds": math.nan, "q25": math.nan, "q75": math.nan, "spike": math.nan}
     given = [{k: v for k, v in row.items() if v is not None} for line in lines for row in line["rows"]]
     return [Row(**(nothing | row)) for row in given]
 

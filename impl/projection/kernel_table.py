@@ -203,16 +203,18 @@ def describe(kernel: str, key: str, size: int, processes: int) -> str:
     return f"{kernel} {key}{sized} {busy}"
 
 
-def block_key(block: Block) -> str:
-    """Return the key of ``forward`` and ``backward``: whatever of the model decides the time of this part."""
-    a = block.arch
-    parts = [block.kind, f"h{a.hidden_size}"]
-    if block.kind == "layer":
-        heads = f"q{a.num_attention_heads}-kv{a.num_key_value_heads}-d{a.head_dim}"
-        parts += [f"f{a.intermediate_size}", heads + ("-norm" if a.qk_norm else "")]
-    else:
-        parts.append(f"v{a.vocab_size}")
-    return " ".join([*parts, f"tp{block.tp}", f"{block.rows}x{block.sequence}", block.dtype])
+def block_key(block: Block, kind: str | None = None) -> str:
+    """Return the key of ``forward`` and ``backward``: whatever of the model decides the time of this part.
+
+    kind: another part of the same model, ``attention`` for a layer's core attention alone.
+    """
+    a, kind = block.arch, kind or block.kind
+    heads = f"q{a.num_attention_heads}-kv{a.num_key_value_heads}-d{a.head_dim}"
+    parts = {
+        "layer": [f"h{a.hidden_size}", f"f{a.intermediate_size}", heads + ("-norm" if a.qk_norm else "")],
+        "attention": [heads],
+    }.get(kind, [f"h{a.hidden_size}", f"v{a.vocab_size}"])
+    return " ".join([kind, *parts, f"tp{block.tp}", f"{block.rows}x{block.sequence}", block.dtype])
 
 
 _TURNS = {"stagger", "offset"}

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from impl.canzona.collectives import Communicator, Ledger
 from impl.canzona.norm import CHUNK, square_limbs, square_sum
-from impl.optimizers.base import Optimizer, numel
+from impl.optimizers.base import Optimizer
 from impl.projection.kernel_blocks import block_sample
 from impl.projection.kernel_cases import (
     COLD_BYTES,
@@ -276,7 +277,7 @@ def _collective(case: CollectiveCase, bench: Bench) -> Callable[[], object]:
     for first in range(0, bench.processes, case.ranks):
         group = dist.new_group(list(range(first, first + case.ranks)))
         if first <= bench.rank < first + case.ranks:
-            mine = group
+            mine = cast(dist.ProcessGroup, group)
     assert mine is not None, "every rank is in one of the groups"
     if case.kind == "send":
         return _send(case, bench, mine)

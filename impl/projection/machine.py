@@ -77,15 +77,22 @@ class Block:
 
 
 class Machine(Protocol):
-    """A machine for which projections are made.
+    """A machine for which projections are made."""
 
-    memory_bytes: of one device, None if it is not known.  shared: communication runs on the cores that compute.
-    devices_per_node: ranks that fill a node before the next one begins.
-    """
+    @property
+    def name(self) -> str:
+        """Of the hardware, as people call it."""
+        ...
 
-    name: str
-    memory_bytes: int | None
-    shared: bool
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of one device, None if it is not known."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether communication runs on the cores that compute."""
+        ...
 
     def forward(self, block: Block) -> Cost:
         """Return the time of a block's forward."""

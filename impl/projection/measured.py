@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class Measured:
 
     fallback: answers what the table lacks; without one that is a :class:`ConfigError`.
 
-    An all-reduce of measured ranks is found under their number, whatever their stride: processes of one machine.
+    A collective is found under the number of its ranks, whatever their stride: all are processes of one machine.
     """
 
     table: Table
@@ -49,6 +50,11 @@ class Measured:
     def memory_bytes(self) -> int | None:
         """Of one device, None if that is not known."""
         return None if self.fallback is None else self.fallback.memory_bytes
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of the fallback; the measured processes are all on one machine."""
+        return getattr(self.fallback, "devices_per_node", self.processes)
 
     @property
     def shared(self) -> bool:
@@ -94,10 +100,23 @@ class Measured:
             return self.fallback.norm(elements)
         return found or self._missing(f"{kernel} {elements}")
 
-    def copy(self, count: int, *, from_host: bool = False) -> Cost:
-        """Return the measured copy of ``count`` bytes; raises :class:`ConfigError` if there is none."""
-        kernel = "copy-from-host" if from_host else "copy"
-        return self._sized(kernel, "float32", count) or self._missing(f"{kernel} {count}")
+    def attention(self, block: Block) -> Cost:
+        """Return the measured core attention of one forward of a layer."""
+        key = kernel_table.block_key(block, "attention")
+        found = self._exact("forward", key)
+        known = getattr(self.fallback, "attention", None)
+        if found is None and known is not None:
+            return known(block)
+        return found or self._missing(f"forward {key}")
+
+    def copy(self, count: float, where: Literal["device", "host"] = "device") -> Cost:
+        """Return the measured copy of ``count`` bytes inside the device's memory, or between it and the host's."""
+        kernel = "copy" if where == "device" else "copy-from-host"
+        found = self._sized(kernel, "float32", count)
+        known = getattr(self.fallback, "copy", None)
+        if found is None and known is not None:
+            return known(count, where)
+        return found or self._missing(f"{kernel} {count:.0f} bytes")
 
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
         """Return the measured collective; of segments the sum is interpolated, unequal ones as rooted calls."""
@@ -173,11 +192,12 @@ def _name(row: Row) -> str:
     return f"{row.device}/{kernel_table.describe(*row.identity)}"
 
 
-def load_machine(hardware: str | None, kernels: Path | None, processes: int = 1) -> Machine:
+def load_machine(hardware: str | None, kernels: Path | None, ranks: int = 1) -> Machine:
     """Return the machine ``hardware`` (for example ``h100x256``), with measured kernels where the table has them.
 
     hardware: ``local`` or None is the machine of the table alone.
-    processes: how many ranks were busy at the same time in the measurement; 1 where each has a GPU of its own.
+    ranks: of what is projected.  On a CPU they share its cores, so kernels count that were measured with as many busy
+        processes; a GPU has one.
 
     Raises :class:`ConfigError` if the table is of another device, cannot be read, or is needed and not there.
     """
@@ -189,17 +209,18 @@ def load_machine(hardware: str | None, kernels: Path | None, processes: int = 1)
                 else f"hardware {LOCAL} needs --kernels FILE"
             )
             raise ConfigError(f"{what}, or a table of `python -m impl kernels`")
-        return Measured(_filled(kernels), processes)
+        table = _filled(kernels)
+        return Measured(table, ranks if table.backend == "cpu" else 1)
     roofline = Roofline(hardware_module.load(hardware))
     if kernels is None:
         return roofline
     table, wanted = _filled(kernels), roofline.hardware.spec.device.name
     if wanted not in table.device:
         raise ConfigError(
-            f"{kernels} was measured on {table.device}, which is no {wanted}: give the hardware that it is of, or leave "
-            "--kernels out"
+            f"{kernels} was measured on {table.device}, which is no {wanted}: give the hardware that it is of, or "
+            "leave --kernels out"
         )
-    return Measured(table, processes, roofline)
+    return Measured(table, 1, roofline)
 
 
 def _filled(path: Path) -> Table:
