@@ -1,0 +1,329 @@
+"""Measures kernels with this project's own code: each case on every process at the same time, the slowest counts.
+
+Times are wall time on a CPU and events on a GPU.  A sample begins with a barrier.  Before a case comes back to the same
+data it has gone through more than a cache holds, as a training step does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from impl.canzona.collectives import Communicator, Ledger
+from impl.canzona.norm import CHUNK, square_limbs, square_sum
+from impl.optimizers.base import Optimizer
+from impl.projection.kernel_blocks import block_sample
+from impl.projection.kernel_cases import (
+    COLD_BYTES,
+    BlockCase,
+    Case,
+    CollectiveCase,
+    PassCase,
+    ProductCase,
+    UpdateCase,
+)
+from impl.rotation.links import Channel
+
+SHORTEST_S = 2e-3
+"""A sample repeats what is shorter than this, so that neither timer nor barrier counts."""
+FEWEST, MOST = 3, 25
+"""Samples of a case."""
+Sample = Callable[[], list[float]]
+"""Runs a case once and returns seconds, the same number of them each time."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where to measure.  rank: of this process among ``processes`` that call the same in the same order."""
+
+    device: torch.device
+    rank: int
+    processes: int
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return how long ``work`` takes on the device."""
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            return begin.elapsed_time(end) / 1e3
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    def largest(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the largest of each of ``values`` over all processes."""
+        if self.processes == 1:
+            return values
+        tensor = torch.from_numpy(values.copy()).to(self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.cpu().numpy()
+
+    def barrier(self) -> None:
+        """Wait for the other processes, and on a GPU for the device."""
+        if self.processes > 1:
+            dist.barrier()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(case: Case, bench: Bench, budget: float) -> NDArray[np.float64]:
+    """Return samples ``[n, columns]`` of ``case`` in about ``budget`` seconds, each of the slowest process.
+
+    Columns are forward and backward of a block, mean and slowest step of an update, else the seconds.  All processes
+    must call.
+    """
+    sample = _sample(case, bench)
+    took = _slowest_wall(sample, bench)
+    if took < budget / 2:  # a longer one, such as a refresh period, is warm by now
+        took = _slowest_wall(sample, bench)
+    count = min(MOST, max(FEWEST, int(budget / max(took, 1e-6))))
+    rows = []
+    for _ in range(count):
+        bench.barrier()
+        rows.append(sample())
+    return bench.largest(np.array(rows, dtype=np.float64))
+
+
+def _slowest_wall(sample: Sample, bench: Bench) -> float:
+    """Run ``sample`` and return its seconds on the slowest process, setting-up of data between timings included."""
+    begin = time.perf_counter()
+    sample()
+    return float(bench.largest(np.array([time.perf_counter() - begin]))[0])
+
+
+def _sample(case: Case, bench: Bench) -> Sample:
+    if isinstance(case, BlockCase):
+        return block_sample(case, bench.device, bench.seconds)
+    if isinstance(case, UpdateCase):
+        return _update(case, bench)
+    if isinstance(case, PassCase):
+        works = _copies(case, bench) if case.case.startswith("copy") else _passes(case, bench)
+    elif isinstance(case, ProductCase):
+        works = _products(case, bench)
+    elif isinstance(case, CollectiveCase):
+        works = _collective(case, bench)
+    else:
+        return _launches(bench)
+    return _repeated(works, bench)
+
+
+def _repeated(works: Callable[[], object], bench: Bench) -> Sample:
+    """Return the sample of one call of ``works``, repeated on all processes alike until it is long enough."""
+    works()
+    first = float(bench.largest(np.array([bench.seconds(works)]))[0])
+    repeats = max(1, math.ceil(SHORTEST_S / max(first, 1e-7)))
+
+    def many() -> None:
+        for _ in range(repeats):
+            works()
+
+    return lambda: [bench.seconds(many) / repeats]
+
+
+def _launches(bench: Bench) -> Sample:
+    one, count = torch.zeros(1, device=bench.device), 500
+
+    def many() -> None:
+        for _ in range(count):
+            one.add_(1.0)
+
+    return lambda: [bench.seconds(many) / count]
+
+
+def copies(case_bytes: float) -> int:
+    """Return how many copies of data of this size no cache keeps; one is enough for large data."""
+    return max(1, min(64, math.ceil(COLD_BYTES / max(case_bytes, 1.0))))
+
+
+class UpdateSets:
+    """Batches of equal tensors with gradients and states, each advanced by the optimizer's own ``update_many``."""
+
+    def __init__(self, case: UpdateCase, device: torch.device) -> None:
+        self.rule: Optimizer = case.rule
+        self.shape, self.device = case.shape, device
+        self.period = int(getattr(self.rule.hyper, "period", 1))
+        count = copies(2.0 * case.set_bytes)  # what the computation holds takes as much again
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.grads = [[torch.empty(case.shape, device=device) for _ in range(case.batch)] for _ in range(count)]
+        self.states = [[self.rule.init_state(case.shape, device) for _ in range(case.batch)] for _ in range(count)]
+        for number, state in enumerate(state for states in self.states for state in states):
+            self.rule.place(state, number)
+        self.tensors = count * case.batch
+        self.step = 0
+
+    def advance(self, seconds: Callable[[Callable[[], object]], float]) -> float:
+        """Do one step of every batch on fresh gradients; return the seconds of one tensor."""
+        if self.rule.atomic or not self.step:  # an elementwise rule takes as long with old ones
+            for grad in (grad for grads in self.grads for grad in grads):
+                grad.normal_(generator=self.generator)
+        self.step += 1
+
+        def work() -> None:
+            for grads, states in zip(self.grads, self.states, strict=True):
+                self.rule.update_many(grads, states, self.step)
+
+        return seconds(work) / self.tensors
+
+
+def _update(case: UpdateCase, bench: Bench) -> Sample:
+    """Return the sample of one refresh period: the mean over its steps, and its slowest step."""
+    sets = UpdateSets(case, bench.device)
+    for _ in range(2):  # the first step starts states and bases
+        sets.advance(bench.seconds)
+
+    def period() -> list[float]:
+        steps = [sets.advance(bench.seconds) for _ in range(sets.period)]
+        return [sum(steps) / len(steps), max(steps)]
+
+    if sets.period > 1:
+        return period
+    whole = sets.advance(bench.seconds) * sets.tensors
+    several = max(1, min(20, math.ceil(SHORTEST_S / max(whole, 1e-7))))
+    several = int(bench.largest(np.array([float(several)]))[0])
+
+    def steps() -> list[float]:
+        return [sum(sets.advance(bench.seconds) for _ in range(several)) / several]
+
+    return steps
+
+
+def _passes(case: PassCase, bench: Bench) -> Callable[[], object]:
+    """Return the work of ``apply`` or a norm on one of several copies of the data after the other."""
+    device, dtype = bench.device, getattr(torch, case.dtype)
+    number = copies(4.0 * case.size * (3 if case.case == "apply" else 1))
+    sets = [_Data.make(case.size, dtype, device) for _ in range(number)]
+    spans = [(at, min(at + case.piece, case.size)) for at in range(0, case.size, case.piece)]
+    turn = _turns(number)
+
+    def apply() -> None:
+        data = sets[next(turn)]
+        for low, high in spans:
+            data.master[low:high].mul_(1.0 - 1e-4).add_(data.gradient[low:high], alpha=-1e-3)
+            if dtype != torch.float32:
+                data.parameters[low:high].copy_(data.master[low:high])
+
+    def norm() -> None:
+        data = sets[next(turn)]
+        for low, high in spans:
+            square_sum(data.gradient[low:high])
+
+    def exact() -> None:
+        for part in sets[next(turn)].gradient.split(CHUNK):
+            square_limbs(part)
+
+    return {"apply": apply, "norm": norm, "norm-exact": exact}[case.case]
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Flat vectors of one rank: fp32 gradients and masters, and the parameters that are rounded from these."""
+
+    gradient: Tensor
+    master: Tensor
+    parameters: Tensor
+
+    @classmethod
+    def make(cls, size: int, dtype: torch.dtype, device: torch.device) -> _Data:
+        gradient = torch.randn(size, device=device).mul_(1e-3)
+        return cls(gradient, torch.randn(size, device=device), torch.empty(size, dtype=dtype, device=device))
+
+
+def _turns(number: int) -> Iterator[int]:
+    while True:
+        yield from range(number)
+
+
+def _copies(case: PassCase, bench: Bench) -> Callable[[], object]:
+    number, elements = copies(2.0 * case.size), max(1, case.size // 4)
+    pinned = case.case == "copy-from-host" and bench.device.type == "cuda"
+    home = torch.device("cpu") if case.case == "copy-from-host" else bench.device
+    sources = [torch.ones(elements, device=home, pin_memory=pinned) for _ in range(number)]
+    targets = [torch.zeros(elements, device=bench.device) for _ in range(number)]
+    turn = _turns(number)
+
+    def copy() -> None:
+        at = next(turn)
+        targets[at].copy_(sources[at], non_blocking=True)
+
+    return copy
+
+
+def _products(case: ProductCase, bench: Bench) -> Callable[[], object]:
+    dtype = getattr(torch, case.dtype)
+    left = torch.randn(case.m, case.k, device=bench.device).to(dtype)
+    number = copies(case.bytes())
+    weights = [torch.randn(case.k, case.n, device=bench.device).to(dtype) for _ in range(number)]
+    turn = _turns(number)
+    return lambda: left @ weights[next(turn)]
+
+
+def _collective(case: CollectiveCase, bench: Bench) -> Callable[[], object]:
+    """Return one collective, waited for; every process is in one group of ``case.ranks`` neighbours."""
+    if bench.processes % case.ranks:
+        raise ValueError(f"{bench.processes} processes cannot be dealt into groups of {case.ranks}")
+    mine = None
+    for first in range(0, bench.processes, case.ranks):
+        group = dist.new_group(list(range(first, first + case.ranks)))
+        if first <= bench.rank < first + case.ranks:
+            mine = cast(dist.ProcessGroup, group)
+    assert mine is not None, "every rank is in one of the groups"
+    if case.kind == "send":
+        return _send(case, bench, mine)
+    comm = Communicator(mine, "dp", Ledger())
+    ranks, elements = case.ranks, max(case.ranks, case.size // 4)
+    number = copies(float(case.size))
+    if case.kind == "all-to-all":  # the size is what a rank sends to others
+        share = max(1, case.size // 4 // (ranks - 1))
+        data = [torch.ones(share * ranks, device=bench.device) for _ in range(2 * number)]
+        turn = _turns(number)
+
+        def exchange() -> None:
+            at = 2 * next(turn)
+            comm.all_to_all(data[at], data[at + 1], [share] * ranks, [share] * ranks, "kernel").wait()
+
+        return exchange
+    elements -= elements % ranks
+    flats = [torch.zeros(elements, device=bench.device) for _ in range(number)]
+    cuts = [elements * r // ranks for r in range(ranks + 1)]
+    if not case.even:  # segments rise by equal steps
+        whole = ranks * (ranks + 1) // 2
+        cuts = [elements * (r * (r + 1) // 2) // whole for r in range(ranks + 1)]
+    turn = _turns(number)
+    calls = {
+        "all-reduce": lambda: comm.all_reduce(flats[next(turn)], "kernel").wait(),
+        "reduce-scatter": lambda: comm.reduce_scatter(flats[next(turn)], cuts, "kernel").wait(),
+        "all-gather": lambda: comm.all_gather(flats[next(turn)], cuts, "kernel").wait(),
+    }
+    return calls[case.kind]
+
+
+def _send(case: CollectiveCase, bench: Bench, group: dist.ProcessGroup) -> Callable[[], object]:
+    """Return a message from the group's first rank to its second, over a pipeline's own channel."""
+    first = bench.rank - bench.rank % case.ranks
+    sends = bench.rank == first
+    if bench.rank > first + 1:
+        return lambda: None
+    channel = Channel(first + 1 if sends else first, group, bench.device)
+    elements = max(1, case.size // 4 - 1)  # a message carries a flag too
+    message = torch.ones(elements, device=bench.device)
+
+    def send() -> None:
+        if sends:
+            channel.send(message)
+            channel.settle()
+        else:
+            channel.receive((elements,))
+
+    return send

@@ -1,0 +1,230 @@
+"""A machine known by its kernel table: exact rows where there are any, sizes in between interpolated."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from impl.errors import ConfigError
+from impl.optimizers.base import Optimizer, Shape
+from impl.projection import hardware as hardware_module
+from impl.projection import kernel_table
+from impl.projection.hardware import LOCAL, Group
+from impl.projection.kernel_table import Row, Table
+from impl.projection.machine import Block, Collective, Machine, Roofline
+from impl.projection.uncertain import Cost, Range
+
+REACH = 4.0
+"""A time is extrapolated to this factor below the smallest and above the largest measured size, no further."""
+_QUARTILE = 0.6744897501960817  # sigmas of a normal distribution to its 75th percentile
+_EDGE = 1.6448536269514722  # and to its 95th
+ADVICE = "run `python -m impl kernels --out {file} ...` with --experiment or --model for it"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A machine whose kernels were measured with ``processes`` of them busy at the same time.
+
+    fallback: answers what the table lacks; without one that is a :class:`ConfigError`.
+
+    A collective is found under the number of its ranks, whatever their stride: all are processes of one machine.
+    """
+
+    table: Table
+    processes: int = 1
+    fallback: Machine | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the fallback, else ``local``."""
+        return LOCAL if self.fallback is None else self.fallback.name
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of one device, None if that is not known."""
+        return None if self.fallback is None else self.fallback.memory_bytes
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of the fallback; the measured processes are all on one machine."""
+        return getattr(self.fallback, "devices_per_node", self.processes)
+
+    @property
+    def shared(self) -> bool:
+        """Whether communication runs on the cores that compute, as on a CPU."""
+        return self.table.backend == "cpu"
+
+    def on(self, processes: int) -> Measured:
+        """Return the same machine with another number of busy processes."""
+        return dataclasses.replace(self, processes=processes)
+
+    def forward(self, block: Block) -> Cost:
+        """Return the measured forward."""
+        return self._block("forward", block)
+
+    def backward(self, block: Block) -> Cost:
+        """Return the measured backward, which has all work on gradients: zeros, fp32 sums, scaling."""
+        return self._block("backward", block)
+
+    def update(self, optimizer: Optimizer, shape: Shape) -> Cost:
+        """Return the measured mean of a refresh period; elementwise rules are interpolated by size."""
+        key, size = kernel_table.update_key(optimizer, shape)
+        found = self._sized("update", key, size) if size else self._exact("update", key)
+        if found is None and self.fallback is not None:
+            return self.fallback.update(optimizer, shape)
+        sides = "x".join(map(str, shape))
+        return found or self._missing(f"update {optimizer.name} {sides}")
+
+    def apply(self, elements: int, dtype: str) -> Cost:
+        """Return the measured decay and step."""
+        found = self._sized("apply", dtype, elements)
+        if found is None and self.fallback is not None:
+            return self.fallback.apply(elements, dtype)
+        return found or self._missing(f"apply {elements} {dtype}")
+
+    def norm(self, elements: int, *, exact: bool = False) -> Cost:
+        """Return the measured sum of squares.
+
+        exact: of what may be cut anywhere, whose squares the engine sums as integers (:mod:`impl.canzona.norm`).
+        """
+        kernel = "norm-exact" if exact else "norm"
+        found = self._sized(kernel, "float32", elements)
+        if found is None and self.fallback is not None:
+            return self.fallback.norm(elements)
+        return found or self._missing(f"{kernel} {elements}")
+
+    def attention(self, block: Block) -> Cost:
+        """Return the measured core attention of one forward of a layer."""
+        key = kernel_table.block_key(block, "attention")
+        found = self._exact("forward", key)
+        known = getattr(self.fallback, "attention", None)
+        if found is None and known is not None:
+            return known(block)
+        return found or self._missing(f"forward {key}")
+
+    def copy(self, count: float, where: Literal["device", "host"] = "device") -> Cost:
+        """Return the measured copy of ``count`` bytes inside the device's memory, or between it and the host's."""
+        kernel = "copy" if where == "device" else "copy-from-host"
+        found = self._sized(kernel, "float32", count)
+        known = getattr(self.fallback, "copy", None)
+        if found is None and known is not None:
+            return known(count, where)
+        return found or self._missing(f"{kernel} {count:.0f} bytes")
+
+    def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
+        """Return the measured collective; of segments the sum is interpolated, unequal ones as rooted calls."""
+        whole = float(sum(sizes))
+        if group.ranks == 1 or whole == 0:
+            return Cost.nothing()
+        segments = kind in ("reduce-scatter", "all-gather")
+        even = not segments or len(set(sizes)) == 1
+        ranks = 2 if kind == "send" else group.ranks
+        key = kernel_table.collective_key(ranks, even=even)
+        found = self._sized(kind, key, whole)
+        if found is None and self.fallback is not None:
+            return self.fallback.collective(kind, sizes, group)
+        return found or self._missing(f"{kind} {key} {whole:.0f} bytes")
+
+    def _block(self, kernel: str, block: Block) -> Cost:
+        key = kernel_table.block_key(block)
+        found = self._exact(kernel, key)
+        if found is None and self.fallback is not None:
+            return self.fallback.forward(block) if kernel == "forward" else self.fallback.backward(block)
+        return found or self._missing(f"{kernel} {key}")
+
+    def _exact(self, kernel: str, key: str) -> Cost | None:
+        row = self.table.find(kernel, key, self.processes)
+        return None if row is None else Cost.of(self._range(row).draws(_name(row)), self._evidence([row]))
+
+    def _sized(self, kernel: str, key: str, size: float) -> Cost | None:
+        """Return the time at ``size``: log time linear in log size between neighbours; None if it is out of reach."""
+        if size == 0:
+            return Cost.nothing()
+        rows = self.table.sizes(kernel, key, self.processes)
+        if not rows or not rows[0].size / REACH <= size <= rows[-1].size * REACH:
+            return None
+        at = bisect.bisect_left([row.size for row in rows], size)
+        if at < len(rows) and rows[at].size == size:
+            return Cost.of(self._range(rows[at]).draws(_name(rows[at])), self._evidence([rows[at]]))
+        if len(rows) == 1:  # in proportion above, the same below
+            slope, (row,) = float(size > rows[0].size), rows
+            samples = self._range(row).draws(_name(row)) * (size / row.size) ** slope
+            return Cost.of(samples, self._evidence([row]))
+        low, high = rows[max(at - 1, 0) : max(at - 1, 0) + 2] if 0 < at < len(rows) else _end(rows, at)
+        share = math.log(size / low.size) / math.log(high.size / low.size)
+        first, second = (np.log(self._range(row).draws(_name(row))) for row in (low, high))
+        if 0 <= share <= 1:
+            return Cost.of(np.exp(first + share * (second - first)), self._evidence([low, high]))
+        # beyond an end: no faster than constant, no slower than in proportion
+        slope = min(max(math.log(high.seconds / low.seconds) / math.log(high.size / low.size), 0.0), 1.0)
+        end, log_time = (high, second) if share > 1 else (low, first)
+        return Cost.of(np.exp(log_time + slope * math.log(size / end.size)), self._evidence([end]))
+
+    def _range(self, row: Row) -> Range:
+        """Return the 5th to 95th percentile of a log-normal distribution with the row's quartiles."""
+        wider = _EDGE / _QUARTILE
+        low, high = ((q / row.seconds) ** wider * row.seconds for q in (row.q25, row.q75))
+        return Range(low, row.seconds, high)
+
+    def _evidence(self, rows: Sequence[Row]) -> str:
+        between = " (between sizes)" if len(rows) > 1 else ""
+        return f"measured: {rows[0].device}, n={min(row.n for row in rows)}, {self.table.source}{between}"
+
+    def _missing(self, what: str) -> Cost:
+        busy = f"{self.processes} process{'es' if self.processes > 1 else ''}"
+        advice = ADVICE.format(file=self.table.source or "FILE")
+        raise ConfigError(f"no measurement of {what} with {busy}: {advice}")
+
+
+def _end(rows: Sequence[Row], at: int) -> tuple[Row, Row]:
+    """Return the two rows at the end beyond which position ``at`` lies."""
+    return (rows[0], rows[1]) if at == 0 else (rows[-2], rows[-1])
+
+
+def _name(row: Row) -> str:
+    return f"{row.device}/{kernel_table.describe(*row.identity)}"
+
+
+def load_machine(hardware: str | None, kernels: Path | None, ranks: int = 1) -> Machine:
+    """Return the machine ``hardware`` (for example ``h100x256``), with measured kernels where the table has them.
+
+    hardware: ``local`` or None is the machine of the table alone.
+    ranks: of what is projected.  On a CPU they share its cores, so kernels count that were measured with as many busy
+        processes; a GPU has one.
+
+    Raises :class:`ConfigError` if the table is of another device, cannot be read, or is needed and not there.
+    """
+    if hardware in (None, LOCAL):
+        if kernels is None:
+            what = (
+                "give --hardware, for example h100x256"
+                if hardware is None
+                else f"hardware {LOCAL} needs --kernels FILE"
+            )
+            raise ConfigError(f"{what}, or a table of `python -m impl kernels`")
+        table = _filled(kernels)
+        return Measured(table, ranks if table.backend == "cpu" else 1)
+    roofline = Roofline(hardware_module.load(hardware))
+    if kernels is None:
+        return roofline
+    table, wanted = _filled(kernels), roofline.hardware.spec.device.name
+    if wanted not in table.device:
+        raise ConfigError(
+            f"{kernels} was measured on {table.device}, which is no {wanted}: give the hardware that it is of, or "
+            "leave --kernels out"
+        )
+    return Measured(table, 1, roofline)
+
+
+def _filled(path: Path) -> Table:
+    table = kernel_table.read(path)
+    if not table.processes():
+        raise ConfigError(f"{path} holds no measured time: run `python -m impl kernels --out {path} ...`")
+    return table
