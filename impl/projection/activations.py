@@ -1,8 +1,8 @@
 """Bytes of activations that a model keeps from a microbatch's forward to its backward.
 
-Counted tensor by tensor as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4), adapted: RMSNorm, SwiGLU and grouped
-key and value heads for theirs, no dropout, so no masks, and attention that keeps its output and a logarithm a row
-instead of the scores.  Weights, gradients and what is freed before the forward ends are not activations.
+Counted tensor by tensor as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4), adapted: RMSNorm, SwiGLU and
+grouped key and value heads for theirs, no dropout, so no masks, and attention that keeps its output and a logarithm a
+row instead of the scores.  Weights, gradients and what is freed before the forward ends are not activations.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ from impl.rotation.schedule import Action, in_order
 
 SEND = {"F": "send activations", "B": "send gradients"}
 """Streams of the two directions."""
+ROUNDING = 1e-9
+"""Smaller shares of an update are no exposed communication."""
 
 
 @dataclass(frozen=True, slots=True)  # a long run has many
@@ -167,7 +169,8 @@ def project(spec: PipelineSpec, machine: Machine, dtype: str = "float32", *, as_
     silent = play(timed, setup, stages, None, shared=machine.shared)
     update_s = _mean(track.ends, filled)
     per_update = track.busy() / setup.schedule.updates
-    exposed = np.maximum(update_s - _mean(silent.ends, filled), 0.0)
+    saved = update_s - _mean(silent.ends, filled)
+    exposed = np.where(saved > ROUNDING * update_s, saved, 0.0)
     return Projection(spec, update_s, 1.0 - per_update / (spec.stages * update_s), exposed, track, filled)
 
 

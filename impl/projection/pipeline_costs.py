@@ -195,4 +195,3 @@ class Links:
             group = Group(2) if inside else Group(2, node)
             self._known[inside, rows] = self._machine.collective("send", [self.bytes(rows)], group)
         return self._known[inside, rows]
-

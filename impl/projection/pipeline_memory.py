@@ -1,8 +1,8 @@
 """Bytes that every stage of a pipeline needs, part by part, from shapes and the schedule alone.
 
 Weights, stash and optimizer state are exact; activations are counted tensor by tensor
-(:mod:`impl.projection.activations`); ``working`` memory is an estimate.  What an allocator loses to fragments and what a
-driver takes is not counted; hardware files leave the latter out of a device's memory.
+(:mod:`impl.projection.activations`); ``working`` memory is an estimate.  What an allocator loses to fragments and
+what a driver takes is not counted; hardware files leave the latter out of a device's memory.
 """
 
 from __future__ import annotations
@@ -64,21 +64,48 @@ class StageMemory:
         return {name: float(getattr(self, name)) for name in names}
 
 
+@dataclass(frozen=True)
+class Frame:
+    """What a pipeline's memory depends on besides the size of its microbatches: found once, used for many sizes.
+
+    versions: of each stage's weights, the newest included.  buffers: that its stash has memory for.
+    peaks: microbatches that a stage has in flight at its fullest moments, ``(with their graph, with their input)``.
+    """
+
+    setup: PipelineSetup
+    versions: tuple[int, ...]
+    buffers: tuple[int, ...]
+    peaks: tuple[frozenset[tuple[int, int]], ...]
+
+
+def frame(spec: PipelineSpec) -> Frame:
+    """Return the frame of ``spec``; raises :class:`ConfigError` for settings that cannot work."""
+    updates = WARM * spec.stages + 1
+    setup = prepare(spec.model_copy(update={"steps": updates, "drain_every": min(spec.drain_every, updates)}))
+    stages = range(spec.stages)
+    buffers = tuple(pipeline_costs.stash_use(spec, setup, stage).buffers for stage in stages)
+    return Frame(setup, peak_versions(setup.schedule), buffers, tuple(_peaks(spec, setup, stage) for stage in stages))
+
+
 def memory(
-    spec: PipelineSpec, dtype: str = "float32", *, capacity_bytes: int = DEFAULT_CAPACITY_BYTES
+    spec: PipelineSpec,
+    dtype: str = "float32",
+    *,
+    capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
+    known: Frame | None = None,
 ) -> tuple[StageMemory, ...]:
     """Return the bytes of every stage of the pipeline of ``spec``, once it is full.
 
-    dtype: of weights, activations and stash; gradients, masters and state are fp32.
+    dtype: of weights, activations and stash; gradients, masters and state are fp32.  All microbatches count as the
+        largest.
     capacity_bytes: of a micro-group, whose matrices of equal shapes are updated as one batch; of one matrix at least.
+    known: the frame of a spec that differs in ``batch`` only, by a whole number of sequences a microbatch.
 
     Raises :class:`ConfigError` for settings that cannot work or are not modelled.
     """
-    updates = WARM * spec.stages + 1
-    setup = prepare(spec.model_copy(update={"steps": updates, "drain_every": min(spec.drain_every, updates)}))
-    pipeline_costs.check(spec, setup, dtype)
-    versions = peak_versions(setup.schedule)
-    return tuple(_stage(spec, setup, k, versions[k], dtype, capacity_bytes) for k in range(spec.stages))
+    found = known or frame(spec)
+    pipeline_costs.check(spec, found.setup, dtype)
+    return tuple(_stage(spec, found, stage, dtype, capacity_bytes) for stage in range(spec.stages))
 
 
 def misfit(stages: tuple[StageMemory, ...], limit: int | None) -> str | None:
@@ -92,16 +119,14 @@ def misfit(stages: tuple[StageMemory, ...], limit: int | None) -> str | None:
 def largest_rows(spec: PipelineSpec, dtype: str, limit: int, *, capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> int:
     """Return the most sequences of a microbatch with which every stage fits into ``limit`` bytes, 0 for none.
 
-    Activations are proportional to the sequences, and the working memory is the larger of one part that is and one that
-    is not, so that totals are convex in them: doubling and halving finds the answer.
+    Bytes only grow with the sequences, so that doubling and halving finds the answer.
     """
+    found = frame(spec.model_copy(update={"batch": max(spec.batch, spec.microbatches or spec.stages)}))
 
     def fits(rows: int) -> bool:
-        own = spec.model_copy(update={"batch": rows * microbatches})
-        return misfit(memory(own, dtype, capacity_bytes=capacity_bytes), limit) is None
+        own = spec.model_copy(update={"batch": rows * found.setup.microbatches})
+        return misfit(memory(own, dtype, capacity_bytes=capacity_bytes, known=found), limit) is None
 
-    probe = prepare(spec.model_copy(update={"steps": 1, "batch": max(spec.batch, 2 * spec.stages)}))
-    microbatches = probe.microbatches
     if not fits(1):
         return 0
     low = 1
@@ -114,19 +139,16 @@ def largest_rows(spec: PipelineSpec, dtype: str, limit: int, *, capacity_bytes: 
     return low
 
 
-def _stage(
-    spec: PipelineSpec, setup: PipelineSetup, stage: int, versions: int, dtype: str, capacity: int
-) -> StageMemory:
+def _stage(spec: PipelineSpec, found: Frame, stage: int, dtype: str, capacity: int) -> StageMemory:
+    setup, versions, buffers = found.setup, found.versions[stage], found.buffers[stage]
     parameters = setup.model.parameters(1, setup.parts[stage])
     elements, size = sum(p.numel for p in parameters), BYTES[dtype]
     context = setup.contexts[stage]
     matrix, elementwise = setup.method.matrix_optimizer(context), setup.method.elementwise_optimizer(context)
     state = sum((matrix if is_matrix(p) else elementwise).state_bytes(p.shape) for p in parameters)
-    buffers = pipeline_costs.stash_use(spec, setup, stage).buffers
     stash, early = (versions - 1) * size * elements, max(buffers - (versions - 1), 0) * size * elements
     loaded = size * elements if spec.stash_on_cpu and stash else 0  # a version on its way through
     update = _update_bytes(parameters, {True: matrix.atomic, False: elementwise.atomic}, capacity)
-    backward = _backward_bytes(spec, setup, stage, size)
     return StageMemory(
         stage=stage,
         weights=size * elements,
@@ -135,41 +157,39 @@ def _stage(
         stash=loaded if spec.stash_on_cpu else stash,
         early=0 if spec.stash_on_cpu else early,
         state=state,
-        activations=_activations(spec, setup, stage, size),
-        working=max(update, backward),
+        activations=_activations(spec, found, stage, size),
+        working=max(update, _backward_bytes(spec, setup, stage, size)),
         host=stash + early if spec.stash_on_cpu else 0,
     )
 
 
-def _activations(spec: PipelineSpec, setup: PipelineSetup, stage: int, size: int) -> float:
-    """Return the most bytes kept at one time: of whole graphs, or of a stage's input where the forward runs again."""
-    part, arch = setup.parts[stage], setup.model.arch
+def _peaks(spec: PipelineSpec, setup: PipelineSetup, stage: int) -> frozenset[tuple[int, int]]:
+    """Return the counts of microbatches in flight at all moments at which none other has as many of both."""
     kept, _ = kept_graphs(setup.schedule, stage, setup.method, stage_options(spec))
-    recompute = "selective-attention" if spec.recompute == "selective-attention" else "none"
-    sizes = pipeline_costs.rows_of(spec, setup)
-    whole, inputs = dict[int, float](), dict[int, float]()
-    for rows in set(sizes):
-        tokens = rows * spec.sequence
-        of_layer = activation_bytes(arch, tokens, size, 1, recompute, False, spec.sequence)
-        inputs[rows] = embedding_bytes(tokens) if part.embedding else boundary_bytes(arch, tokens, size)
-        head = head_bytes(arch, tokens, size, 1).kept if part.head else 0.0
-        # the first layer keeps the stage's input, unless it is the embedding's tokens
-        whole[rows] = part.layers * of_layer + head + (embedding_bytes(tokens) if part.embedding else 0.0)
-        if not part.layers:
-            whole[rows] = max(whole[rows], inputs[rows])
-    now, most = 0.0, 0.0
+    graphs, inputs, found = 0, 0, set[tuple[int, int]]()
     for action in setup.schedule.actions[stage]:
-        if action.kind == "U":
-            continue
-        rows = sizes[action.number % setup.microbatches]
-        held = whole[rows] if action.number in kept else inputs[rows]
+        graph = action.number in kept
         if action.kind == "F":
-            now += held
-            most = max(most, now)
-        else:
-            most = max(most, now - held + whole[rows])
-            now -= held
-    return most
+            graphs, inputs = graphs + graph, inputs + (not graph)
+            found.add((graphs, inputs))
+        elif action.kind == "B":
+            found.add((graphs, inputs) if graph else (graphs + 1, inputs - 1))  # the forward runs again
+            graphs, inputs = graphs - graph, inputs - (not graph)
+    return frozenset(a for a in found if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found))
+
+
+def _activations(spec: PipelineSpec, found: Frame, stage: int, size: int) -> float:
+    """Return the most bytes kept at one time: of whole graphs, or of a stage's input where the forward runs again."""
+    part, arch = found.setup.parts[stage], found.setup.model.arch
+    tokens = max(pipeline_costs.rows_of(spec, found.setup)) * spec.sequence
+    recompute = "selective-attention" if spec.recompute == "selective-attention" else "none"
+    ids = embedding_bytes(tokens) if part.embedding else 0.0
+    whole = part.layers * activation_bytes(arch, tokens, size, 1, recompute, False, spec.sequence) + ids
+    if part.head:
+        whole += head_bytes(arch, tokens, size, 1).kept
+    given = ids if part.embedding else boundary_bytes(arch, tokens, size)
+    whole = max(whole, given)  # the first layer's graph holds the stage's input; a stage without layers has just that
+    return max(graphs * whole + inputs * given for graphs, inputs in found.peaks[stage])
 
 
 def _backward_bytes(spec: PipelineSpec, setup: PipelineSetup, stage: int, size: int) -> float:
