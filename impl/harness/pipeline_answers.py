@@ -13,6 +13,7 @@ from impl.models import catalogue
 from impl.projection import hardware, pipeline, pipeline_memory, uncertain
 from impl.projection.machine import Machine, Roofline
 from impl.projection.pipeline import Projection
+from impl.projection.pipeline_costs import full
 from impl.projection.pipeline_memory import StageMemory
 from impl.projection.uncertain import Samples
 from impl.rotation.method import create_method
@@ -44,10 +45,12 @@ class Answer:
 
 def answer(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int) -> Answer:
     """Return memory and, where that suffices, times of ``spec`` on a machine."""
-    known = pipeline_memory.frame(spec)
+    known = full(spec, dtype)
     stages = pipeline_memory.memory(spec, dtype, capacity_bytes=capacity_bytes, known=known)
     misfit = pipeline_memory.misfit(stages, on.memory_bytes)
-    return Answer(known.setup.microbatches, stages, misfit, None if misfit else pipeline.project(spec, on, dtype))
+    return Answer(
+        known.setup.microbatches, stages, misfit, None if misfit else pipeline.project(spec, on, dtype, known=known)
+    )
 
 
 @dataclass
@@ -57,6 +60,13 @@ class Grid:
     spec: ProjectionSpec
     _machines: dict[str, Machine] = field(default_factory=dict)
     _answers: dict[Cell, Answer] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def model_name(self, model: str) -> str:
+        """Return how a model is displayed."""
+        if model not in self._names:
+            self._names[model] = catalogue.load(model).display_name
+        return self._names[model]
 
     def case(self, name: str) -> CaseEntry:
         """Return a case by its id."""

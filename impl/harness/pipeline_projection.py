@@ -16,7 +16,6 @@ from impl.harness.pipeline_projection_spec import Cell, ClaimEntry, ProjectionSp
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.spec import parse
 from impl.harness.tiers import of_tier
-from impl.models import catalogue
 from impl.projection import hardware, uncertain
 from impl.projection.pipeline_memory import largest_rows
 from impl.projection.uncertain import Samples, exact
@@ -89,7 +88,7 @@ def of_largest(grid: Grid) -> Iterator[Row]:
             most = largest_rows(run, asked.dtype, limit, capacity_bytes=spec.capacity_bytes)
             yield {
                 **{"sweep": "largest", "hardware": kind, "stages": stages, "dtype": asked.dtype, "kind": "planned"},
-                **{"model": model, "model_name": catalogue.load(model).display_name, "sequence": run.sequence},
+                **{"model": model, "model_name": grid.model_name(model), "sequence": run.sequence},
                 **{"method": method.id, "method_name": method.name, "policy": policy.id, "policy_name": policy.name},
                 **{"quantity": "largest_microbatch", "value": most, "unit": "sequences"},
                 "status": DONE if most else MISFIT,
@@ -139,7 +138,7 @@ def _keys(grid: Grid, cell: Cell) -> Row:
     own = grid.answer(cell)
     return {
         **{"case": case.id, "case_name": case.name, "model": case.model, "hardware": case.hardware},
-        "model_name": catalogue.load(case.model).display_name,
+        "model_name": grid.model_name(case.model),
         **{"stages": case.stages, "batch": spec.batch, "sequence": spec.sequence, "dtype": case.dtype},
         "microbatches": own.microbatches,
         **{"method": method.id, "method_name": method.name, "policy": policy.id, "policy_name": policy.name},

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from impl.harness.pipeline_run import PipelineSetup, prepare
+from impl.harness.pipeline_run import PipelineSetup
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.projection import pipeline_costs
 from impl.projection.machine import Machine
-from impl.projection.pipeline_costs import Links, StageCosts
+from impl.projection.pipeline_costs import Full, Links, Piece, StageCosts, full
 from impl.projection.timeline import COMPUTE
 from impl.projection.uncertain import DRAWS, Cost, Samples, exact, shares
 from impl.rotation.gantt import Bar
@@ -150,40 +150,48 @@ class Projection:
         return self.track.evidence()
 
 
-def project(spec: PipelineSpec, machine: Machine, dtype: str = "float32", *, as_run: bool = False) -> Projection:
+def project(
+    spec: PipelineSpec, machine: Machine, dtype: str = "float32", *, as_run: bool = False, known: Full | None = None
+) -> Projection:
     """Return what the pipeline of ``spec`` does on ``machine``.
 
     dtype: of weights, activations and messages: ``float32``, as the runtime has them, or ``bfloat16``, with fp32
         gradients, masters and state.
     as_run: play the updates of ``spec`` to their end instead of as many as it takes to fill the pipeline and see it
         run.
+    known: what :func:`impl.projection.pipeline_costs.full` returns for these.
 
     Raises :class:`ConfigError` for settings that cannot work or are not modelled.
     """
-    timed, filled = (spec, _filled(spec, spec.steps)) if as_run else _steady(spec)
-    setup = prepare(timed)
-    pipeline_costs.check(timed, setup, dtype)
-    stages = [StageCosts(timed, setup, stage, machine, dtype) for stage in range(timed.stages)]
-    links = Links(timed, setup, machine, dtype)
-    track = play(timed, setup, stages, links, shared=machine.shared)
-    silent = play(timed, setup, stages, None, shared=machine.shared)
-    update_s = _mean(track.ends, filled)
+    pipeline = known or full(spec, dtype, as_run=as_run)
+    timed, setup = pipeline.spec, pipeline.setup
+    stages = [StageCosts(pipeline, stage, machine, dtype) for stage in range(timed.stages)]
+    pieces = [dict(stage.pieces()) for stage in stages]
+    track = play(timed, setup, pieces, Links(timed, setup, machine, dtype), shared=machine.shared)
+    silent = play(timed, setup, pieces, None, shared=machine.shared)
+    update_s = _mean(track.ends, pipeline.filled)
     per_update = track.busy() / setup.schedule.updates
-    saved = update_s - _mean(silent.ends, filled)
+    saved = update_s - _mean(silent.ends, pipeline.filled)
     exposed = np.where(saved > ROUNDING * update_s, saved, 0.0)
-    return Projection(spec, update_s, 1.0 - per_update / (spec.stages * update_s), exposed, track, filled)
+    bubble = 1.0 - per_update / (spec.stages * update_s)
+    return Projection(spec, update_s, bubble, exposed, track, pipeline.filled)
 
 
 def play(
-    spec: PipelineSpec, setup: PipelineSetup, stages: Sequence[StageCosts], links: Links | None, *, shared: bool
+    spec: PipelineSpec,
+    setup: PipelineSetup,
+    pieces: Sequence[Mapping[Action, Sequence[Piece]]],
+    links: Links | None,
+    *,
+    shared: bool,
 ) -> Track:
     """Return the track of the schedule of ``setup``.
 
+    pieces: for each stage what its actions do on the compute stream.
     links: None for messages that take no time.  shared: messages take the cores of sender and receiver.
     """
     sizes = pipeline_costs.rows_of(spec, setup)
-    pieces = [dict(stage.pieces()) for stage in stages]
-    free: list[Samples] = [np.zeros(1 + DRAWS) for _ in stages]
+    free: list[Samples] = [np.zeros(1 + DRAWS) for _ in pieces]
     streams: dict[tuple[int, str], Samples] = {}
     messages: dict[tuple[int, tuple[str, int]], Slot] = {}
     slots, ends = list[Slot](), list[Samples]()
@@ -218,27 +226,6 @@ def play(
                 streams[stage, stream] = sent.end
         free[stage] = ready
     return Track(spec.stages, tuple(slots), tuple(ends))
-
-
-def _steady(spec: PipelineSpec) -> tuple[PipelineSpec, int]:
-    """Return ``spec`` with just as many updates as it takes, and how many of them fill the pipeline.
-
-    At most ``stages`` microbatches are on their way, so a full pipeline repeats itself after as many at the latest; a
-    pipeline that drains repeats itself from one drain to the next.
-    """
-    if spec.drain_every:
-        return spec.model_copy(update={"steps": 3 * spec.drain_every}), spec.drain_every
-    setup = prepare(spec.model_copy(update={"steps": 1}))
-    if setup.schedule.mode == "sync":
-        return spec.model_copy(update={"steps": 3}), 1
-    whole = -(-2 * spec.stages // setup.microbatches)
-    if setup.microbatches > 1:
-        whole = max(whole, 2)
-    return spec.model_copy(update={"steps": 2 * whole + 1}), whole + 1
-
-
-def _filled(spec: PipelineSpec, steps: int) -> int:
-    return min(2 * spec.stages, max(steps // 2, 1))
 
 
 def _mean(ends: Sequence[Samples], filled: int) -> Samples:

@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from impl.errors import ConfigError
-from impl.harness.pipeline_run import PipelineSetup, stage_options
+from impl.harness.pipeline_run import PipelineSetup, prepare
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.models.catalogue import Part
 from impl.optimizers.base import Optimizer, Shape
@@ -17,11 +15,11 @@ from impl.optimizers.routing import is_matrix
 from impl.projection.activations import boundary_bytes
 from impl.projection.hardware import Group
 from impl.projection.machine import BYTES, Block, Machine
+from impl.projection.pipeline_flight import Flight, in_flight
 from impl.projection.uncertain import Cost, total
 from impl.rotation.method import StageContext
 from impl.rotation.schedule import Action
-from impl.rotation.stage_parts import kept_graphs, overrides
-from impl.rotation.stash import Stash
+from impl.rotation.stage_parts import overrides
 
 HOOKS = ("predict", "correct", "backward_weights")
 """What a method may do at every microbatch, whose time is not modelled."""
@@ -38,41 +36,42 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class StashUse:
-    """What a stage's stash does over a schedule, found by letting a :class:`impl.rotation.stash.Stash` do it.
+class Full:
+    """A pipeline with as many updates as it takes to fill it and see it run.
 
-    copied: indices of the actions that copy the newest weights.
-    stashed: indices of those that run on a copy.
-    buffers: versions that the stash has memory for in the end.
+    spec: with these updates.  filled: how many of them fill it.  flights: what every stage keeps.
     """
 
-    copied: frozenset[int]
-    stashed: frozenset[int]
-    buffers: int
+    spec: PipelineSpec
+    setup: PipelineSetup
+    filled: int
+    flights: tuple[Flight, ...]
 
 
-def stash_use(spec: PipelineSpec, setup: PipelineSetup, stage: int) -> StashUse:
-    """Return what the stash of ``stage`` does."""
-    actions = setup.schedule.actions[stage]
-    _, outlives = kept_graphs(setup.schedule, stage, setup.method, stage_options(spec))
-    stash = Stash(actions, (torch.zeros(1, dtype=torch.uint8),))  # one byte a version, to count them
-    copied, stashed = set[int](), set[int]()
-    for index, action in enumerate(actions):
-        held = len(stash.versions)
-        if action.kind == "U":
-            stash.before_update()
-            if len(stash.versions) > held:
-                copied.add(index)
-            stash.after_update()
-            continue
-        if action.kind == "F" and action.number in outlives and action.version == stash.newest:
-            stash.copy_newest()
-            if len(stash.versions) > held:
-                copied.add(index)
-        if action.version in stash.versions:
-            stashed.add(index)
-        stash.used(action.version)
-    return StashUse(frozenset(copied), frozenset(stashed), stash.bytes())
+def full(spec: PipelineSpec, dtype: str, *, as_run: bool = False) -> Full:
+    """Return the pipeline of ``spec`` over as many updates as it takes, or over its own with ``as_run``.
+
+    At most ``stages`` microbatches are on their way, so that a full pipeline repeats itself after as many at the
+    latest; one that drains repeats itself from one drain to the next.
+
+    Raises :class:`ConfigError` for settings that cannot work or are not modelled.
+    """
+    if as_run:
+        timed, filled = spec, min(2 * spec.stages, max(spec.steps // 2, 1))
+    elif spec.drain_every:
+        timed, filled = spec.model_copy(update={"steps": 2 * spec.drain_every}), spec.drain_every
+    else:
+        one = prepare(spec.model_copy(update={"steps": 1}))
+        turn = 1 if one.schedule.mode == "sync" else max(-(-spec.stages // one.microbatches), 1)
+        filled = turn if one.schedule.mode == "sync" else 2 * turn + 1
+        timed = spec.model_copy(update={"steps": filled + turn})
+    setup = prepare(timed)
+    check(spec, setup, dtype)
+    length, schedule = timed.drain_every or timed.steps, setup.schedule
+    segments = tuple(min(length, timed.steps - begin) for begin in range(0, timed.steps, length))
+    recompute = spec.recompute
+    flights = in_flight(schedule.name, schedule.mode, spec.stages, schedule.per_update, segments, recompute)
+    return Full(timed, setup, filled, flights)
 
 
 def rows_of(spec: PipelineSpec, setup: PipelineSetup) -> tuple[int, ...]:
@@ -97,7 +96,7 @@ def check(spec: PipelineSpec, setup: PipelineSetup, dtype: str) -> None:
 
 
 class StageCosts:
-    """The costs of one stage of ``spec`` on ``machine`` with weights and activations of ``dtype``.
+    """The costs of one stage of ``pipeline`` on ``machine`` with weights and activations of ``dtype``.
 
     forward, backward, again: by sequences of a microbatch; ``again`` is what a backward computes again although the
         graph was kept, the core attention with ``selective-attention``.
@@ -105,9 +104,10 @@ class StageCosts:
     copy: of the newest weights into the stash; load: of one version back from host memory.
     """
 
-    def __init__(self, spec: PipelineSpec, setup: PipelineSetup, stage: int, machine: Machine, dtype: str) -> None:
+    def __init__(self, pipeline: Full, stage: int, machine: Machine, dtype: str) -> None:
+        spec, setup = pipeline.spec, pipeline.setup
         self._spec, self._setup, self._machine, self._dtype = spec, setup, machine, dtype
-        self.stage = stage
+        self.stage, self.flight = stage, pipeline.flights[stage]
         part, sizes = setup.parts[stage], set(rows_of(spec, setup))
         self.forward = {rows: self._blocks(part, rows, backward=False) for rows in sizes}
         self.backward = {rows: self._blocks(part, rows, backward=True) for rows in sizes}
@@ -121,22 +121,21 @@ class StageCosts:
     def pieces(self) -> Iterator[tuple[Action, tuple[Piece, ...]]]:
         """Yield the actions of the stage in order, each with what it does on the compute stream."""
         setup, sizes = self._setup, rows_of(self._spec, self._setup)
-        stash = stash_use(self._spec, setup, self.stage)
-        kept, _ = kept_graphs(setup.schedule, self.stage, setup.method, stage_options(self._spec))
+        flight = self.flight
         copy, load = (Piece("stash", self.copy),), (Piece("stash", self.load),)
         update = Piece("optimizer_step", self.update)
         for index, action in enumerate(setup.schedule.actions[self.stage]):
-            ahead = copy if index in stash.copied else ()
+            ahead = copy if index in flight.copied else ()
             if action.kind == "U":
                 yield action, (*ahead, update)
                 continue
-            if self._spec.stash_on_cpu and index in stash.stashed:
+            if self._spec.stash_on_cpu and index in flight.stashed:
                 ahead += load
             rows = sizes[action.number % setup.microbatches]
             if action.kind == "F":
                 yield action, (*ahead, Piece("forward", self.forward[rows]))
                 continue
-            again = self.again[rows] if action.number in kept else self.forward[rows] + self.again[rows]
+            again = self.again[rows] if action.number in flight.kept else self.forward[rows] + self.again[rows]
             repeated = (Piece("recompute", again),) if again.seconds[0] > 0 else ()
             yield action, (*ahead, *repeated, Piece("backward", self.backward[rows]))
 

@@ -12,22 +12,19 @@ from collections import Counter
 from dataclasses import dataclass
 
 from impl.canzona.strategies import DEFAULT_CAPACITY_BYTES
-from impl.harness.pipeline_run import PipelineSetup, prepare, stage_options
+from impl.harness.pipeline_run import PipelineSetup
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.models.parameters import ParamSpec
 from impl.optimizers.routing import is_matrix
 from impl.projection import pipeline_costs
 from impl.projection.activations import activation_bytes, boundary_bytes, embedding_bytes, head_bytes
 from impl.projection.machine import BYTES
-from impl.rotation.schedule import peak_versions
-from impl.rotation.stage_parts import kept_graphs
+from impl.projection.pipeline_costs import Full, full
 
 ELEMENTWISE_RUN = 40_000_000
 """Elements after which a bucket closes: what an elementwise optimizer updates at once."""
 COPIES = 4
 """fp32 copies of what is updated at once: gradient, momentum, second moment and direction of a batch of matrices."""
-WARM = 2
-"""Updates per stage after which a pipeline is full."""
 
 
 @dataclass(frozen=True)
@@ -64,47 +61,23 @@ class StageMemory:
         return {name: float(getattr(self, name)) for name in names}
 
 
-@dataclass(frozen=True)
-class Frame:
-    """What a pipeline's memory depends on besides the size of its microbatches: found once, used for many sizes.
-
-    versions: of each stage's weights, the newest included.  buffers: that its stash has memory for.
-    peaks: microbatches that a stage has in flight at its fullest moments, ``(with their graph, with their input)``.
-    """
-
-    setup: PipelineSetup
-    versions: tuple[int, ...]
-    buffers: tuple[int, ...]
-    peaks: tuple[frozenset[tuple[int, int]], ...]
-
-
-def frame(spec: PipelineSpec) -> Frame:
-    """Return the frame of ``spec``; raises :class:`ConfigError` for settings that cannot work."""
-    updates = WARM * spec.stages + 1
-    setup = prepare(spec.model_copy(update={"steps": updates, "drain_every": min(spec.drain_every, updates)}))
-    stages = range(spec.stages)
-    buffers = tuple(pipeline_costs.stash_use(spec, setup, stage).buffers for stage in stages)
-    return Frame(setup, peak_versions(setup.schedule), buffers, tuple(_peaks(spec, setup, stage) for stage in stages))
-
-
 def memory(
     spec: PipelineSpec,
     dtype: str = "float32",
     *,
     capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
-    known: Frame | None = None,
+    known: Full | None = None,
 ) -> tuple[StageMemory, ...]:
     """Return the bytes of every stage of the pipeline of ``spec``, once it is full.
 
     dtype: of weights, activations and stash; gradients, masters and state are fp32.  All microbatches count as the
         largest.
     capacity_bytes: of a micro-group, whose matrices of equal shapes are updated as one batch; of one matrix at least.
-    known: the frame of a spec that differs in ``batch`` only, by a whole number of sequences a microbatch.
+    known: what :func:`impl.projection.pipeline_costs.full` returns for a spec that differs in ``batch`` at most.
 
     Raises :class:`ConfigError` for settings that cannot work or are not modelled.
     """
-    found = known or frame(spec)
-    pipeline_costs.check(spec, found.setup, dtype)
+    found = known or full(spec, dtype)
     return tuple(_stage(spec, found, stage, dtype, capacity_bytes) for stage in range(spec.stages))
 
 
@@ -121,7 +94,7 @@ def largest_rows(spec: PipelineSpec, dtype: str, limit: int, *, capacity_bytes: 
 
     Bytes only grow with the sequences, so that doubling and halving finds the answer.
     """
-    found = frame(spec.model_copy(update={"batch": max(spec.batch, spec.microbatches or spec.stages)}))
+    found = full(spec.model_copy(update={"batch": max(spec.batch, spec.microbatches or spec.stages)}), dtype)
 
     def fits(rows: int) -> bool:
         own = spec.model_copy(update={"batch": rows * found.setup.microbatches})
@@ -139,14 +112,15 @@ def largest_rows(spec: PipelineSpec, dtype: str, limit: int, *, capacity_bytes: 
     return low
 
 
-def _stage(spec: PipelineSpec, found: Frame, stage: int, dtype: str, capacity: int) -> StageMemory:
-    setup, versions, buffers = found.setup, found.versions[stage], found.buffers[stage]
+def _stage(spec: PipelineSpec, found: Full, stage: int, dtype: str, capacity: int) -> StageMemory:
+    setup, flight = found.setup, found.flights[stage]
     parameters = setup.model.parameters(1, setup.parts[stage])
     elements, size = sum(p.numel for p in parameters), BYTES[dtype]
     context = setup.contexts[stage]
     matrix, elementwise = setup.method.matrix_optimizer(context), setup.method.elementwise_optimizer(context)
     state = sum((matrix if is_matrix(p) else elementwise).state_bytes(p.shape) for p in parameters)
-    stash, early = (versions - 1) * size * elements, max(buffers - (versions - 1), 0) * size * elements
+    older = flight.versions - 1
+    stash, early = older * size * elements, max(flight.buffers - older, 0) * size * elements
     loaded = size * elements if spec.stash_on_cpu and stash else 0  # a version on its way through
     update = _update_bytes(parameters, {True: matrix.atomic, False: elementwise.atomic}, capacity)
     return StageMemory(
@@ -163,22 +137,7 @@ def _stage(spec: PipelineSpec, found: Frame, stage: int, dtype: str, capacity: i
     )
 
 
-def _peaks(spec: PipelineSpec, setup: PipelineSetup, stage: int) -> frozenset[tuple[int, int]]:
-    """Return the counts of microbatches in flight at all moments at which none other has as many of both."""
-    kept, _ = kept_graphs(setup.schedule, stage, setup.method, stage_options(spec))
-    graphs, inputs, found = 0, 0, set[tuple[int, int]]()
-    for action in setup.schedule.actions[stage]:
-        graph = action.number in kept
-        if action.kind == "F":
-            graphs, inputs = graphs + graph, inputs + (not graph)
-            found.add((graphs, inputs))
-        elif action.kind == "B":
-            found.add((graphs, inputs) if graph else (graphs + 1, inputs - 1))  # the forward runs again
-            graphs, inputs = graphs - graph, inputs - (not graph)
-    return frozenset(a for a in found if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found))
-
-
-def _activations(spec: PipelineSpec, found: Frame, stage: int, size: int) -> float:
+def _activations(spec: PipelineSpec, found: Full, stage: int, size: int) -> float:
     """Return the most bytes kept at one time: of whole graphs, or of a stage's input where the forward runs again."""
     part, arch = found.setup.parts[stage], found.setup.model.arch
     tokens = max(pipeline_costs.rows_of(spec, found.setup)) * spec.sequence
@@ -189,7 +148,7 @@ def _activations(spec: PipelineSpec, found: Frame, stage: int, size: int) -> flo
         whole += head_bytes(arch, tokens, size, 1).kept
     given = ids if part.embedding else boundary_bytes(arch, tokens, size)
     whole = max(whole, given)  # the first layer's graph holds the stage's input; a stage without layers has just that
-    return max(graphs * whole + inputs * given for graphs, inputs in found.peaks[stage])
+    return max(graphs * whole + inputs * given for graphs, inputs in found.flights[stage].peaks)
 
 
 def _backward_bytes(spec: PipelineSpec, setup: PipelineSetup, stage: int, size: int) -> float:
