@@ -154,7 +154,7 @@ def create(name: str, settings: dict[str, Any] | None = None) -> Optimizer:
 
     Raises :class:`ConfigError` for an unknown name or hyper-parameter, with the valid ones.
     """
-    known = registry()
+    known = _REGISTRY if name in _REGISTRY else registry()  # looking for modules takes a while
     if name not in known:
         raise unknown("optimizer", name, known)
     cls = known[name]

@@ -20,6 +20,7 @@ from impl.optimizers.base import Optimizer, Shape
 from impl.projection.hardware import Group, Hardware, Precision, Reached
 from impl.projection.uncertain import Cost, Samples, exact, total
 
+CopyTo = Literal["device", "host"]
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send"]
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -106,6 +107,10 @@ class Machine(Protocol):
         """Return the time of a block's forward."""
         ...
 
+    def attention(self, block: Block) -> Cost:
+        """Return the time of a layer's core attention alone, a part of its forward."""
+        ...
+
     def backward(self, block: Block) -> Cost:
         """Return the time of a block's backward, gradients added to the fp32 buffer."""
         ...
@@ -120,6 +125,10 @@ class Machine(Protocol):
 
     def norm(self, elements: int) -> Cost:
         """Return the time of the sum of squares of fp32 gradients."""
+        ...
+
+    def copy(self, count: float, where: CopyTo) -> Cost:
+        """Return the time of copying ``count`` bytes inside the device's memory, or between it and the host's."""
         ...
 
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
@@ -150,6 +159,11 @@ class Roofline:
         """Of one device."""
         return self.hardware.memory_bytes
 
+    @property
+    def devices_per_node(self) -> int:
+        """Of the hardware."""
+        return self.hardware.spec.node.devices
+
     def forward(self, block: Block) -> Cost:
         """Return the forward's products, attention and elementwise passes, one after the other."""
         return self._block(block, 1.0)
@@ -177,6 +191,18 @@ class Roofline:
     def norm(self, elements: int) -> Cost:
         """Return a pass over the gradients, and one over their squares in float64."""
         return self._passes(20.0 * elements)
+
+    def attention(self, block: Block) -> Cost:
+        """Return the fused attention kernel of one forward."""
+        return self._compute(block.attention_flops, _precision(block.dtype), "attention") + self._launches(1)
+
+    def copy(self, count: float, where: CopyTo) -> Cost:
+        """Return a pass that reads and writes, or the way over the host's link."""
+        if where == "device":
+            return self._passes(2.0 * count)
+        link = self.hardware.spec.host
+        evidence = f"link: {link.bandwidth / 1e9:g} GB/s to the host at {self.hardware.assumption('host')}"
+        return Cost.of(count / link.bandwidth / self.hardware.reached("host") + link.latency, evidence)
 
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
         """Return bandwidth and latency of a ring, of unequal segments those of a chain from or to each root.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,15 +54,27 @@ def bubble(bars: list[Bar]) -> float:
 
 def draw(schedule: Schedule, durations: Mapping[Kind, float] = DURATIONS) -> Figure:
     """Return a figure of ``schedule``; bars of forwards and backwards carry the number of their microbatch."""
+    bars = timeline(schedule, durations)
+    label = "time (forward of one microbatch = 1)" if durations is DURATIONS else "time"
+    return draw_bars(bars, title=f"{name_of(schedule)}: bubble {bubble(bars):.0%}", label=label)
+
+
+def name_of(schedule: Schedule) -> str:
+    """Return the schedule's name, with its mode where there are several."""
+    return schedule.name + ("" if schedule.mode == "sync" else f", {schedule.mode}")
+
+
+def draw_bars(bars: Sequence[Bar], *, title: str, label: str, unit: float = 1.0) -> Figure:
+    """Return a figure of ``bars``, whatever decided when they run; ``unit`` of time is about one forward."""
     from matplotlib.figure import Figure  # slow to import
     from matplotlib.patches import Patch
 
-    bars = timeline(schedule, durations)
-    length = max(bar.end for bar in bars)
-    labelled = max(map(len, schedule.actions)) <= LABELLED
-    figure = Figure(figsize=(min(16.0, 2.0 + 0.22 * length), 1.3 + 0.34 * schedule.stages), layout="constrained")
+    stages, length = 1 + max(bar.stage for bar in bars), max(bar.end for bar in bars)
+    labelled = max(sum(bar.stage == stage for bar in bars) for stage in range(stages)) <= LABELLED
+    width = min(16.0, 2.0 + 0.22 * length / unit)
+    figure = Figure(figsize=(width, 1.3 + 0.34 * stages), layout="constrained")
     axes = figure.add_subplot()
-    axes.barh(range(schedule.stages), length, height=0.8, color=WAITING)
+    axes.barh(range(stages), length, height=0.8, color=WAITING)
     for kind, colour in COLOURS.items():
         own = [bar for bar in bars if bar.action.kind == kind]
         axes.barh(
@@ -77,13 +89,12 @@ def draw(schedule: Schedule, durations: Mapping[Kind, float] = DURATIONS) -> Fig
         for bar in own if labelled and kind != "U" else ():
             middle = (bar.start + bar.end) / 2
             axes.text(middle, bar.stage, str(bar.action.number), ha="center", va="center", fontsize=6)
-    axes.set_yticks(range(schedule.stages), [f"stage {k}" for k in range(schedule.stages)])
+    axes.set_yticks(range(stages), [f"stage {k}" for k in range(stages)])
     axes.invert_yaxis()
     axes.set_xlim(0, length)
-    axes.set_xlabel("time (forward of one microbatch = 1)" if durations is DURATIONS else "time")
+    axes.set_xlabel(label)
     axes.spines[["top", "right"]].set_visible(False)
-    mode = "" if schedule.mode == "sync" else f", {schedule.mode}"
-    axes.set_title(f"{schedule.name}{mode}: bubble {bubble(bars):.0%}", fontsize=9, loc="left")
+    axes.set_title(title, fontsize=9, loc="left")
     handles = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
     handles.append(Patch(color=WAITING, label="waiting (bubble)"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7, frameon=False)

@@ -1,0 +1,142 @@
+"""What a pipeline needs and how fast it is on a described machine: one answer, and those of an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from impl.errors import ConfigError
+from impl.harness.pipeline_projection_spec import CaseEntry, Cell, MethodEntry, Policy, ProjectionSpec
+from impl.harness.pipeline_spec import PipelineSpec
+from impl.models import catalogue
+from impl.projection import hardware, pipeline, pipeline_memory, uncertain
+from impl.projection.machine import Machine, Roofline
+from impl.projection.pipeline import Projection
+from impl.projection.pipeline_costs import full
+from impl.projection.pipeline_memory import StageMemory
+from impl.projection.uncertain import Samples
+from impl.rotation.method import create_method
+
+
+def machine(name: str, stages: int) -> Machine:
+    """Return the machine ``name``, known by its data sheets; raises :class:`ConfigError` if ``stages`` are too many."""
+    found = hardware.load(name)
+    if stages > found.count:
+        kind, _ = hardware.split(name)
+        raise ConfigError(f"{stages} stages need {stages} devices: {name} has {found.count}, write {kind}x{stages}")
+    return Roofline(found)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known of one cell; ``projection`` is None if it does not fit."""
+
+    microbatches: int
+    memory: tuple[StageMemory, ...]
+    misfit: str | None
+    projection: Projection | None
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The stage with the most bytes."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+
+def answer(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int) -> Answer:
+    """Return memory and, where that suffices, times of ``spec`` on a machine."""
+    known = full(spec, dtype)
+    stages = pipeline_memory.memory(spec, dtype, capacity_bytes=capacity_bytes, known=known)
+    misfit = pipeline_memory.misfit(stages, on.memory_bytes)
+    return Answer(
+        known.setup.microbatches, stages, misfit, None if misfit else pipeline.project(spec, on, dtype, known=known)
+    )
+
+
+@dataclass
+class Grid:
+    """The answers of an experiment, each computed once, when it is asked for."""
+
+    spec: ProjectionSpec
+    _machines: dict[str, Machine] = field(default_factory=dict)
+    _answers: dict[Cell, Answer] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def model_name(self, model: str) -> str:
+        """Return how a model is displayed."""
+        if model not in self._names:
+            self._names[model] = catalogue.load(model).display_name
+        return self._names[model]
+
+    def case(self, name: str) -> CaseEntry:
+        """Return a case by its id."""
+        return next(case for case in self.spec.cases if case.id == name)
+
+    def parts(self, cell: Cell) -> tuple[CaseEntry, MethodEntry, Policy]:
+        """Return what the ids of ``cell`` stand for."""
+        method = next(m for m in self.spec.methods if m.id == cell.method)
+        return self.case(cell.case), method, next(p for p in self.spec.policies if p.id == cell.policy)
+
+    def cells(self, case: CaseEntry) -> Iterator[Cell]:
+        """Yield the cells of a case; a stash in host memory makes sense only where there is a stash."""
+        for policy in self.spec.policies:
+            for method in self.spec.methods:
+                chosen = (not case.methods or method.id in case.methods) and (
+                    not case.policies or policy.id in case.policies
+                )
+                cell = Cell(case=case.id, method=method.id, policy=policy.id)
+                if chosen and not (policy.stash_on_cpu and self._synchronous(cell)):
+                    yield cell
+
+    def answer(self, cell: Cell) -> Answer:
+        """Return the answer of ``cell``."""
+        if cell not in self._answers:
+            case = self.case(cell.case)
+            if case.hardware not in self._machines:
+                self._machines[case.hardware] = machine(case.hardware, case.stages)
+            on = self._machines[case.hardware]
+            spec = self.spec.run(*self.parts(cell))
+            self._answers[cell] = answer(spec, on, case.dtype, capacity_bytes=self.spec.capacity_bytes)
+        return self._answers[cell]
+
+    def ratio(self, cell: Cell) -> Samples | None:
+        """Return the time of an update over the reference method's, None where either does not fit."""
+        own = self.answer(cell).projection
+        base = self.answer(cell.model_copy(update={"method": self.spec.reference})).projection
+        return own.update_s / base.update_s if own and base else None
+
+    def _synchronous(self, cell: Cell) -> bool:
+        _, method, _ = self.parts(cell)
+        return create_method(method.method, method.settings).modes[0] == "sync"
+
+
+def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int) -> dict[str, Any]:
+    """Return everything about one pipeline on one machine as plain JSON data; without times if it does not fit."""
+    found = answer(spec, on, dtype, capacity_bytes=capacity_bytes)
+    own = found.projection
+    bands = {
+        "samples_per_s": own and own.samples_per_s,
+        "update_s": own and own.update_s,
+        "bubble": own and own.bubble,
+        "exposed_communication_s": own and own.exposed_s,
+        "ratio_to_pipedream": own and _over_pipedream(spec, own, on, dtype),
+    }
+    known = {name: uncertain.band(samples) for name, samples in bands.items() if samples is not None}
+    return {
+        "model": catalogue.load(spec.model, spec.layers).display_name,
+        **{name: getattr(spec, name) for name in ("method", "stages", "batch", "sequence", "recompute")},
+        **{"dtype": dtype, "hardware": on.name, "kind": "projected"},
+        "fits": found.misfit is None,
+        "reason": found.misfit,
+        **{name: known[name].value if name in known else None for name in bands},
+        "band": {name: [band.low, band.high] for name, band in known.items()},
+        "memory_bytes": [{**stage.parts(), "total": stage.total, "host": stage.host} for stage in found.memory],
+        "memory_kind": "planned",
+        "evidence": own.evidence if own else {},
+    }
+
+
+def _over_pipedream(spec: PipelineSpec, own: Projection, on: Machine, dtype: str) -> Samples:
+    """Return the time of an update over that of PipeDream with the same settings, whether or not that fits."""
+    plain = spec.model_copy(update={"method": "pipedream", "method_settings": {}, "mode": None})
+    return own.update_s / pipeline.project(plain, on, dtype).update_s

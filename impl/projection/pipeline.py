@@ -1,0 +1,235 @@
+"""A pipeline's schedule on a timeline: how long an update takes, which stages wait, and for what.
+
+Every stage works through its actions in the order of its schedule, as :mod:`impl.rotation.runtime` does: it waits for
+the message that an action needs, computes, and sends.  Where the machine does not share its cores with communication a
+message travels beside the computation, one after the other in each direction; where it does, it takes the sender's
+cores and then the receiver's.
+
+Refreshes of bases count with their mean over a period.  Without stagger a stage really needs longer at one update in
+so many, on all stages at once, so that the mean is right while single updates are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from impl.harness.pipeline_run import PipelineSetup
+from impl.harness.pipeline_spec import PipelineSpec
+from impl.projection import pipeline_costs
+from impl.projection.machine import Machine
+from impl.projection.pipeline_costs import Full, Links, Piece, StageCosts, full
+from impl.projection.timeline import COMPUTE
+from impl.projection.uncertain import DRAWS, Cost, Samples, exact, shares
+from impl.rotation.gantt import Bar
+from impl.rotation.schedule import Action, in_order
+
+SEND = {"F": "send activations", "B": "send gradients"}
+"""Streams of the two directions."""
+ROUNDING = 1e-9
+"""Smaller shares of an update are no exposed communication."""
+
+
+@dataclass(frozen=True, slots=True)  # a long run has many
+class Slot:
+    """Something that a stage does on one of its streams.
+
+    start, end: seconds ``[1 + DRAWS]``.  bytes: of a message, on the stage that sends it; else 0.
+    """
+
+    stage: int
+    stream: str
+    phase: str
+    action: Action
+    start: Samples
+    end: Samples
+    cost: Cost
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Track:
+    """Every slot of a run of the schedule, in the order in which they were placed.
+
+    ends: when the last stage has done each update, seconds ``[1 + DRAWS]``.
+    """
+
+    stages: int
+    slots: tuple[Slot, ...]
+    ends: tuple[Samples, ...]
+
+    def busy(self) -> Samples:
+        """Return the seconds that all stages together compute ``[1 + DRAWS]``: no waits, no messages."""
+        counts: Counter[int] = Counter()
+        costs: dict[int, Cost] = {}
+        for slot in self._computed():
+            counts[id(slot.cost)] += 1
+            costs[id(slot.cost)] = slot.cost
+        return sum((costs[key].seconds * n for key, n in counts.items()), exact(0.0))
+
+    def end(self) -> Samples:
+        """Return when the last stage has done everything ``[1 + DRAWS]``."""
+        last = {slot.stage: slot.end for slot in self._computed()}
+        return np.max(list(last.values()), axis=0)
+
+    def bubble(self) -> Samples:
+        """Return the share of all stages' time, first to last action of the run, in which they do not compute."""
+        return 1.0 - self.busy() / (self.stages * self.end())
+
+    def bytes(self) -> dict[str, float]:
+        """Return the bytes of all messages by stream."""
+        out = dict.fromkeys(SEND.values(), 0.0)
+        for slot in self.slots:
+            if slot.bytes:
+                out[SEND[slot.action.kind]] += slot.bytes
+        return out
+
+    def evidence(self) -> dict[str, float]:
+        """Return the share of computing and sending time by source."""
+        counts = Counter(id(slot.cost) for slot in self.slots)
+        costs = {id(slot.cost): slot.cost for slot in self.slots}
+        return shares([(costs[key].evidence, n * float(costs[key].seconds[0])) for key, n in counts.items()])
+
+    def bars(self) -> list[Bar]:
+        """Return the nominal time of every action, for a Gantt chart."""
+        spans: dict[tuple[int, Action], tuple[float, float]] = {}
+        for slot in self._computed():
+            begin, end = float(slot.start[0]), float(slot.end[0])
+            known = spans.get((slot.stage, slot.action), (begin, end))
+            spans[slot.stage, slot.action] = min(begin, known[0]), max(end, known[1])
+        return [Bar(stage, action, *span) for (stage, action), span in spans.items()]
+
+    def trace(self) -> str:
+        """Return the nominal timeline as a Chrome trace (JSON), which Perfetto and ``chrome://tracing`` open."""
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": k, "args": {"name": f"stage {k}"}} for k in range(self.stages)
+        ]
+        for slot in self.slots:
+            seconds = float(slot.end[0] - slot.start[0])
+            if seconds > 0:
+                name = f"{slot.phase} {slot.action.number}"
+                event = {"ph": "X", "name": name, "cat": slot.phase, "pid": slot.stage, "tid": slot.stream}
+                span = {"ts": float(slot.start[0]) * 1e6, "dur": seconds * 1e6}
+                events.append({**event, **span, "args": {"phase": slot.phase, "version": slot.action.version}})
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def _computed(self) -> Iterator[Slot]:
+        return (slot for slot in self.slots if slot.phase not in SEND.values())
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What a pipeline does on a machine.  Samples are ``[1 + DRAWS]``.
+
+    update_s: seconds between two updates of the last stage, once the pipeline is full.
+    bubble: share of all stages' time in that state in which they do not compute.
+    exposed_s: how much shorter ``update_s`` would be if messages took no time.
+    track: the whole run, of which ``update_s`` is the mean after the first ``filled`` updates.
+    """
+
+    spec: PipelineSpec
+    update_s: Samples
+    bubble: Samples
+    exposed_s: Samples
+    track: Track
+    filled: int
+
+    @property
+    def samples_per_s(self) -> Samples:
+        """Sequences a second."""
+        return self.spec.batch / self.update_s
+
+    @property
+    def evidence(self) -> dict[str, float]:
+        """The share of computing and sending time by source."""
+        return self.track.evidence()
+
+
+def project(
+    spec: PipelineSpec, machine: Machine, dtype: str = "float32", *, as_run: bool = False, known: Full | None = None
+) -> Projection:
+    """Return what the pipeline of ``spec`` does on ``machine``.
+
+    dtype: of weights, activations and messages: ``float32``, as the runtime has them, or ``bfloat16``, with fp32
+        gradients, masters and state.
+    as_run: play the updates of ``spec`` to their end instead of as many as it takes to fill the pipeline and see it
+        run.
+    known: what :func:`impl.projection.pipeline_costs.full` returns for these.
+
+    Raises :class:`ConfigError` for settings that cannot work or are not modelled.
+    """
+    pipeline = known or full(spec, dtype, as_run=as_run)
+    timed, setup = pipeline.spec, pipeline.setup
+    stages = [StageCosts(pipeline, stage, machine, dtype) for stage in range(timed.stages)]
+    pieces = [dict(stage.pieces()) for stage in stages]
+    track = play(timed, setup, pieces, Links(timed, setup, machine, dtype), shared=machine.shared)
+    silent = play(timed, setup, pieces, None, shared=machine.shared)
+    update_s = _mean(track.ends, pipeline.filled)
+    per_update = track.busy() / setup.schedule.updates
+    saved = update_s - _mean(silent.ends, pipeline.filled)
+    exposed = np.where(saved > ROUNDING * update_s, saved, 0.0)
+    bubble = 1.0 - per_update / (spec.stages * update_s)
+    return Projection(spec, update_s, bubble, exposed, track, pipeline.filled)
+
+
+def play(
+    spec: PipelineSpec,
+    setup: PipelineSetup,
+    pieces: Sequence[Mapping[Action, Sequence[Piece]]],
+    links: Links | None,
+    *,
+    shared: bool,
+) -> Track:
+    """Return the track of the schedule of ``setup``.
+
+    pieces: for each stage what its actions do on the compute stream.
+    links: None for messages that take no time.  shared: messages take the cores of sender and receiver.
+    """
+    sizes = pipeline_costs.rows_of(spec, setup)
+    free: list[Samples] = [np.zeros(1 + DRAWS) for _ in pieces]
+    streams: dict[tuple[int, str], Samples] = {}
+    messages: dict[tuple[int, tuple[str, int]], Slot] = {}
+    slots, ends = list[Slot](), list[Samples]()
+
+    def place(stage: int, stream: str, phase: str, action: Action, start: Samples, cost: Cost, count: float) -> Slot:
+        slot = Slot(stage, stream, phase, action, start, start + cost.seconds, cost, count)
+        slots.append(slot)
+        return slot
+
+    for stage, action in in_order(setup.schedule):
+        ready = free[stage]
+        if (message := messages.pop((stage, (action.kind, action.number)), None)) is not None:
+            ready = np.maximum(ready, message.end)
+            if shared and links is not None:
+                ready = place(stage, COMPUTE, SEND[action.kind], action, ready, message.cost, 0.0).end
+        for piece in pieces[stage][action]:
+            ready = place(stage, COMPUTE, piece.phase, action, ready, piece.cost, 0.0).end
+        if action.kind == "U":
+            if stage == spec.stages - 1:
+                ends.append(ready)
+        elif 0 <= (target := stage + (1 if action.kind == "F" else -1)) < spec.stages:
+            rows, name = sizes[action.number % setup.microbatches], SEND[action.kind]
+            cost = Cost.nothing() if links is None else links.cost(min(stage, target), rows)
+            stream = COMPUTE if shared else name
+            start = ready if shared else np.maximum(ready, streams.get((stage, stream), ready))
+            count = 0.0 if links is None else links.bytes(rows)
+            sent = place(stage, stream, name, action, start, cost, count)
+            messages[target, (action.kind, action.number)] = sent
+            if shared:
+                ready = sent.end
+            else:
+                streams[stage, stream] = sent.end
+        free[stage] = ready
+    return Track(spec.stages, tuple(slots), tuple(ends))
+
+
+def _mean(ends: Sequence[Samples], filled: int) -> Samples:
+    """Return the seconds between two updates, the first ``filled`` left out; of one update alone its end."""
+    if len(ends) <= filled:
+        return ends[-1] / len(ends)
+    return (ends[-1] - ends[filled - 1]) / (len(ends) - filled)
