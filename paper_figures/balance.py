@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 import seaborn as sns
@@ -38,7 +38,7 @@ def main_table(frame: pd.DataFrame) -> str:
     """Return the Markdown table of every system at the published point."""
     header = ["model", "mesh", "system", *NAMES.values(), "lower bound"]
     rows = []
-    for row in records(at_point(frame)):
+    for row in common.records(at_point(frame)):
         values = [cell(row, column) for column in (*NAMES, "lower_bound_gpu")]
         rows.append([row["model_name"], common.mesh_label(row["dp"], row["tp"]), row["system_name"], *values])
     return markdown.table(header, rows)
@@ -77,9 +77,9 @@ def models_table(frame: pd.DataFrame) -> str:
         mine = common.where(plans, model=model)
         cells = []
         for system, _ in systems:
-            found = records(common.where(mine, system=system))
+            found = common.records(common.where(mine, system=system))
             cells.append(f"{cell(found[0], WHOLE)} / {cell(found[0], GPU)}" if found else markdown.DASH)
-        bound = records(mine)[0]
+        bound = common.records(mine)[0]
         rows.append([name, *cells, f"{cell(bound, 'lower_bound_dp')} / {cell(bound, 'lower_bound_gpu')}"])
     return markdown.table(["model", *(name for _, name in systems), "lower bound"], rows)
 
@@ -89,7 +89,8 @@ def sweep_table(frame: pd.DataFrame, sweep: str, keys: dict[str, str], columns: 
     headings = {**NAMES, "micro_groups": "micro-groups", "lower_bound_gpu": "lower bound"}
     plans = common.where(frame, sweep=sweep)
     rows = [
-        [*(key_text(row[key]) for key in keys), *(cell(row, column) for column in columns)] for row in records(plans)
+        [*(key_text(row[key]) for key in keys), *(cell(row, column) for column in columns)]
+        for row in common.records(plans)
     ]
     return markdown.table([*keys.values(), *(headings[c] for c in columns)], rows) if rows else ""
 
@@ -234,11 +235,6 @@ def _log2(axis: Axes, which: str) -> None:
             getattr(axis, f"set_{name}scale")("log", base=2)
             line.set_major_formatter(lambda value, _: f"{value:g}")
     axis.minorticks_off()
-
-
-def records(plans: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows as plain mappings."""
-    return cast(list[dict[str, Any]], plans.to_dict(orient="records"))
 
 
 def cell(row: dict[str, Any], column: str) -> str:

@@ -27,6 +27,11 @@ def distinct(frame: pd.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
     return list(dict.fromkeys(tuple(None if is_missing(v) else v for v in row) for row in rows))
 
 
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows as plain mappings."""
+    return cast(list[dict[str, Any]], frame.to_dict(orient="records"))
+
+
 def is_missing(value: Any) -> bool:
     """Whether a cell is None, NaN or pandas' NA."""
     return value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and math.isnan(value))

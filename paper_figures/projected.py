@@ -35,7 +35,7 @@ def cell(rows: pd.DataFrame, quantity: str, digits: int = 3, *, ratio: bool = Fa
     if mine.empty:
         bad = [status for (status,) in common.distinct(rows, "status") if status != DONE]
         return bad[0] if bad else markdown.DASH
-    row = mine.iloc[0]
+    row = common.records(mine)[0]
     names = ("ratio", "ratio_low", "ratio_high") if ratio else ("value", "low", "high")
     factor = 1.0 if ratio else SCALE[str(row["unit"])][0]
     value, low, high = (float(row[name]) * factor for name in names)
@@ -72,13 +72,13 @@ def claims(frame: pd.DataFrame, published: pd.DataFrame) -> str:
     for key, found in rows_of(mine, "varied", "quantity"):
         name = str(key["varied"])
         baseline, value = claim(published, name)
-        system = found.iloc[-1]
+        system = common.records(found)[-1]
         theirs = baseline / value if math.isfinite(baseline) and value else math.nan
         if "times" in [unit for (unit,) in common.distinct(common.where(published, id=name), "unit")]:
             theirs = value  # published as a speed-up
         unit = str(system["unit"])
         factor = SCALE[unit][0]
-        shown = " -> ".join(_value(row, factor) for _, row in found.iterrows())
+        shown = " -> ".join(_value(row, factor) for row in common.records(found))
         texts = [_pair(baseline, value), markdown.number(theirs, 2), f"{shown} {SCALE[unit][1]}".strip()]
         ours = float(system["ratio"])
         if math.isfinite(ours):
@@ -106,7 +106,7 @@ def evidence(frame: pd.DataFrame, quantity: str = "iteration") -> str:
     """Return the Markdown table of what the projected times rest on: the share of ``quantity`` by source."""
     shares: dict[tuple[str, str], list[float]] = {}
     cases = 0
-    for _, row in common.where(frame, quantity=quantity).iterrows():
+    for row in common.records(common.where(frame, quantity=quantity)):
         if common.is_missing(row["evidence"]) or common.is_missing(row["hardware"]):
             continue
         cases += 1
@@ -140,7 +140,7 @@ def hardware_line(frame: pd.DataFrame) -> str:
     return f"Hardware {', '.join(kinds)} (experiments/hardware/), {', '.join(map(str, sequences))} tokens a sequence."
 
 
-def _value(row: pd.Series, factor: float) -> str:
+def _value(row: dict[str, Any], factor: float) -> str:
     if row["status"] != DONE:
         return str(row["status"])
     return f"{row['value'] * factor:.3f} [{row['low'] * factor:.3f}, {row['high'] * factor:.3f}]"

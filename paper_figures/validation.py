@@ -73,7 +73,7 @@ def order(frame: pd.DataFrame) -> tuple[int, int]:
     for key, mine in projected.rows_of(rows, "run", "quantity"):
         if key["quantity"] not in ("optimizer_step", "iteration"):
             continue
-        for (_, a), (_, b) in combinations(mine.iterrows(), 2):
+        for a, b in combinations(common.records(mine), 2):
             first, second = (a, b) if a["measured"] < b["measured"] else (b, a)
             if first["measured_high"] < second["measured_low"]:
                 pairs += 1
@@ -121,7 +121,9 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
         axis.set_title(QUANTITIES[name])
         axis.set_aspect("equal")
     axes[0].set_ylabel("predicted, s")
-    handles = [style.line(name, {"marker": "o", "linestyle": "", "color": colours[name]}) for name in experiments]
+    handles: list[Any] = [
+        style.line(name, {"marker": "o", "linestyle": "", "color": colours[name]}) for name in experiments
+    ]
     handles.append(style.line("ranks share cores", {"marker": "o", "linestyle": "", "color": "0.4", "mfc": "white"}))
     handles.append(style.line("replay", {"marker": "x", "linestyle": "", "color": "0.4"}))
     handles.append(style.patch(f"within {LIMIT:.0%}", (0.9, 0.9, 0.9)))
@@ -150,7 +152,7 @@ def _points(axis: Any, rows: pd.DataFrame, key: dict[str, Any], colours: dict[st
 
 def _all(frame: pd.DataFrame) -> str:
     rows = []
-    for _, row in common.where(frame, status=common.DONE).iterrows():
+    for row in common.records(common.where(frame, status=common.DONE)):
         where = "" if common.is_missing(row["dp"]) else common.mesh_label(int(row["dp"]), int(row["tp"]))
         where = where or f"P = {int(row['stages'])}"
         shared = " (shared)" if not common.is_missing(row["shared_cores"]) and row["shared_cores"] else ""
@@ -198,11 +200,11 @@ def _line(errors: np.ndarray) -> list[str]:
     return [str(len(errors)), *_summary(errors)]
 
 
-def _shared(rows: pd.DataFrame) -> pd.Series:
-    return rows["shared_cores"].fillna(False).astype(bool)
+def _shared(rows: pd.DataFrame) -> np.ndarray:
+    return rows["shared_cores"].fillna(False).to_numpy(dtype=bool)
 
 
-def _milliseconds(row: pd.Series, *names: str) -> str:
+def _milliseconds(row: dict[str, Any], *names: str) -> str:
     value, low, high = (1e3 * float(row[name]) for name in names)
     if not math.isfinite(low):
         return f"{value:.1f}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 from impl.cli.balance import write_atomically
 from impl.errors import ConfigError
@@ -28,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     tier = load(args.config).tier(args.tier)
     runs = runs_of(args.config.parent, tier.experiments, args.tier)
     found = list(validation.rows(runs, args.results, args.kernels))
+    if args.replays is not None:
+        found += validation.replay_rows(runs, args.results, _replays(args.replays))
     frame = validation.table(found)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -39,3 +43,10 @@ def run(args: argparse.Namespace) -> int:
     median = done["error"].abs().median()
     print(f"validation: {len(done)} comparisons, median error {median:.1%} -> {args.out / 'validation.parquet'}")
     return 0
+
+
+def _replays(path: Path) -> list[dict[str, Any]]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None

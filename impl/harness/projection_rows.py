@@ -64,7 +64,7 @@ def rows(spec: ProjectionSpec, tier: str, experiment: str, root: Path) -> Iterat
     for _, group in itertools.groupby(spec.cases(tier), key=lambda case: case.comparison):
         cases = list(group)
         found = {case.system.id: projector.attempt(case) for case in cases}
-        reference = found.get(spec.reference)
+        reference = _usable(found.get(spec.reference))
         for case in cases:
             keys = {**case.keys(), "experiment": experiment, "reference": spec.reference}
             one, machine = found[case.system.id], projector.machine(case)
@@ -76,9 +76,12 @@ def rows(spec: ProjectionSpec, tier: str, experiment: str, root: Path) -> Iterat
                 yield {**keys, "status": "does not fit", "reason": one.misfit, "kind": "projected"}
                 continue
             claimed.note(case, one, machine)
-            comparable = isinstance(reference, Projection) and reference.misfit is None
-            yield from ({**keys, "status": "done", **row} for row in _time_rows(one, reference if comparable else None))
+            yield from ({**keys, "status": "done", **row} for row in _time_rows(one, reference))
     yield from ({"experiment": experiment, "grid": CLAIMS, **row} for row in claimed.rows())
+
+
+def _usable(found: Projection | ConfigError | None) -> Projection | None:
+    return found if isinstance(found, Projection) and found.misfit is None else None
 
 
 class _Projector:

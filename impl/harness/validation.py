@@ -17,11 +17,11 @@ from impl.harness import setup
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.run import Run
 from impl.harness.spec import RunSpec
-from impl.harness.step_time_spec import StepTimeSpec
+from impl.harness.step_time_spec import StepTimeSpec, System
 from impl.projection import pipeline
 from impl.projection.measured import load_machine
 from impl.projection.training import Projection, Workload, project
-from impl.projection.uncertain import Samples, band
+from impl.projection.uncertain import Range, Samples, band
 
 PHASES = {"iteration": "iteration", "optimizer_step": "optimizer_step", "forward_backward": "forward_backward"}
 """What is compared of a training step: the projection's name, and the phase of the measurement."""
@@ -74,6 +74,26 @@ def rows(runs: dict[str, tuple[Run, ...]], results: Path, kernels: Path) -> Iter
                 yield from _pipeline(name, run, run.spec, mine, kernels)
 
 
+def replay_rows(
+    runs: dict[str, tuple[Run, ...]], results: Path, replays: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the optimizer step that each of ``replays`` predicts beside the measured one (``impl validation-replay``)."""
+    for name, found in runs.items():
+        frame = _table(results / name / f"{name}.parquet")
+        for run in found:
+            for replay in (r for r in replays if r["run"] == run.id and isinstance(run.spec, StepTimeSpec)):
+                system = next(s for s in run.spec.systems if s.id == replay["system"])
+                settings = system.run_spec(run.spec.base)
+                mine = frame.loc[(frame["run"] == run.id) & (frame["system"] == system.id)]
+                times = mine.loc[(mine["phase"] == "optimizer_step") & (mine["quantity"] == "time"), "value"]
+                slowest = max(replay["shares"], key=lambda share: share.get("seconds", 0.0))
+                spread = Range(*(replay["step_s"] * slowest[q] / slowest["seconds"] for q in ("q25", "seconds", "q75")))
+                evidence = {f"measured: replay of rank {slowest['rank']}, n={slowest['n']}": 1.0}
+                keys = {**_training_keys(name, run, settings, system, mine), "method": "replay"}
+                measured = Measurement.of(times.dropna().to_numpy(float))
+                yield _row(keys, "optimizer_step", measured, spread.draws("replay"), evidence)
+
+
 def training_workload(spec: RunSpec) -> Workload:
     """Return the projection's workload of a training run."""
     given = {name: getattr(spec, name) for name in ("sequence", "batch", "microbatches", "dtype")}
@@ -92,11 +112,7 @@ def project_run(spec: RunSpec, kernels: Path) -> Projection:
 def _training(name: str, run: Run, spec: StepTimeSpec, frame: pd.DataFrame, kernels: Path) -> Iterator[dict[str, Any]]:
     for system in spec.systems:
         settings = system.run_spec(spec.base)
-        keys = {
-            **{"experiment": name, "run": run.id, "model": settings.model, "optimizer": settings.optimizer},
-            **{"system": system.id, "system_name": system.name, "dp": settings.dp, "tp": settings.tp},
-            **{"processes": settings.world_size, "shared_cores": _shared(frame), "method": "timeline"},
-        }
+        keys = {**_training_keys(name, run, settings, system, frame), "method": "timeline"}
         if system.live:
             reason = "runs Megatron's own optimizer, whose work is not described by a plan of ours"
             yield {**keys, "status": "not projected", "reason": reason}
@@ -111,6 +127,14 @@ def _training(name: str, run: Run, spec: StepTimeSpec, frame: pd.DataFrame, kern
             times = mine.loc[(mine["phase"] == phase) & (mine["status"] == "done"), "value"].to_numpy(float)
             evidence = found.evidence("iteration" if quantity == "iteration" else quantity)
             yield _row(keys, quantity, Measurement.of(times), getattr(found, quantity), evidence)
+
+
+def _training_keys(name: str, run: Run, settings: RunSpec, system: System, frame: pd.DataFrame) -> dict[str, Any]:
+    return {
+        **{"experiment": name, "run": run.id, "model": settings.model, "optimizer": settings.optimizer},
+        **{"system": system.id, "system_name": system.name, "dp": settings.dp, "tp": settings.tp},
+        **{"processes": settings.world_size, "shared_cores": _shared(frame)},
+    }
 
 
 def _pipeline(name: str, run: Run, spec: PipelineSpec, frame: pd.DataFrame, kernels: Path) -> Iterator[dict[str, Any]]:

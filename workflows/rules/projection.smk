@@ -85,10 +85,34 @@ rule measure_kernels:
         "python -m impl kernels {params.experiments} --tier {wildcards.tier} --out {output:q} 2>&1 | tee {log:q}"
 
 
+rule replay_ranks:
+    input:
+        ancient(f"{EXPERIMENTS}/validation.yaml"),
+    output:
+        "results/generated/{tier}/validation/replays.json",
+    log:
+        "results/generated/{tier}/validation/logs/replays.log",
+    benchmark:
+        "results/generated/{tier}/validation/benchmarks/replays.tsv"
+    conda:
+        "../envs/ricercar.yaml"
+    threads: ALL_CORES
+    resources:
+        mem_mb=8000,
+        runtime=30,
+    params:
+        settings=VALIDATION,
+        runs=[run.id for run in RUNS[VALIDATED.replay.experiment]],
+    shell:
+        "python -m impl validation-replay --config {input:q} --tier {wildcards.tier} --out {output:q}"
+        " 2>&1 | tee {log:q}"
+
+
 rule validate:
     input:
         experiment=ancient(f"{EXPERIMENTS}/validation.yaml"),
         kernels="results/generated/{tier}/validation/kernels.csv",
+        replays="results/generated/{tier}/validation/replays.json",
         tables=[HERE.format(tier="{tier}", experiment=name) + f"/{name}.parquet" for name in VALIDATED.experiments],
     output:
         parquet="results/generated/{tier}/validation/validation.parquet",
@@ -106,4 +130,4 @@ rule validate:
         results="results/generated/{tier}",
     shell:
         "python -m impl validation --config {input.experiment:q} --tier {wildcards.tier} --results {params.results:q}"
-        " --kernels {input.kernels:q} --out {params.folder:q} 2>&1 | tee {log:q}"
+        " --kernels {input.kernels:q} --replays {input.replays:q} --out {params.folder:q} 2>&1 | tee {log:q}"
