@@ -77,13 +77,15 @@ def rows(runs: dict[str, tuple[Run, ...]], results: Path, kernels: Path) -> Iter
 def replay_rows(
     runs: dict[str, tuple[Run, ...]], results: Path, replays: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the optimizer step that each of ``replays`` predicts beside the measured one (``impl validation-replay``)."""
+    """Yield the optimizer step that each replay (``impl validation-replay``) predicts beside the measured one."""
     for name, found in runs.items():
         frame = _table(results / name / f"{name}.parquet")
         for run in found:
-            for replay in (r for r in replays if r["run"] == run.id and isinstance(run.spec, StepTimeSpec)):
-                system = next(s for s in run.spec.systems if s.id == replay["system"])
-                settings = system.run_spec(run.spec.base)
+            spec = run.spec
+            for replay in (r for r in replays if r["run"] == run.id):
+                assert isinstance(spec, StepTimeSpec)
+                system = next(s for s in spec.systems if s.id == replay["system"])
+                settings = system.run_spec(spec.base)
                 mine = frame.loc[(frame["run"] == run.id) & (frame["system"] == system.id)]
                 times = mine.loc[(mine["phase"] == "optimizer_step") & (mine["quantity"] == "time"), "value"]
                 slowest = max(replay["shares"], key=lambda share: share.get("seconds", 0.0))
