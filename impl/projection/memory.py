@@ -142,30 +142,32 @@ def _update_bytes(plan: Plan, tp_update: TpUpdate) -> Array:
 def activation_bytes(config: ModelConfig, work: Workload, dp: int, tp: int) -> float:
     """Return the bytes of activations that one rank keeps from the forward of one microbatch to its backward.
 
-    Korthikanti et al. (2022, arXiv 2205.05198), for this layer: RMSNorm, grouped queries with or without their norms,
-    SwiGLU.  Per token and layer, in elements of the model's ``dtype``, ``h`` hidden, ``q`` and ``k`` the widths of all
-    query and of all key heads, ``f`` of the MLP, ``t`` tensor-parallel ranks, and ``s = t`` under sequence parallelism,
-    else 1::
+    After Korthikanti et al. (2022, arXiv 2205.05198), for the layer of :mod:`impl.models.gpt`: RMSNorm, grouped
+    queries, SwiGLU without a fused kernel.  Per token and layer, in elements of the model's ``dtype``, ``h`` hidden,
+    ``q`` and ``k`` the widths of all query and of all key heads, ``f`` of the MLP, ``t`` tensor-parallel ranks, and
+    ``s = t`` under sequence parallelism, else 1::
 
         4 h / s                   input and output of both norms (the output is the next matrix' input)
-        (q + 2 k) / t             the fused query, key and value: input of the q/k norms; its values are read later
+        (q + 2 k) / t             the fused query, key and value, of which the values are read later
+        q / t                     only with q/k norms: the queries put side by side, their norm's input
         (q + k) / t               rotated queries and keys, as attention reads them
         q / t                     attention's output, which the projection reads
-        4 f / t                   gate and up, silu(gate), and the product that the last matrix reads
+        5 f / t                   gate and up, silu(gate), up again, and the product (a fused SwiGLU keeps 3 f)
 
-    and 4 bytes a query head for the fused attention's log-sums, which ``selective-attention`` does not keep; nothing
-    grows with the square of the sequence.  ``full`` keeps every layer's input, ``h / s``, and one layer's all.  The
-    head keeps input and output of the last norm.
+    and 4 bytes for each row of a norm, and for each token and query head of the fused attention's log-sums, which
+    ``selective-attention`` does not keep; nothing grows with the square of the sequence.  ``full`` keeps every layer's
+    input, ``h / s``, and one layer's all.  The head keeps input and output of the last norm.
     """
-    a = config.arch
+    a, s = config.arch, tp if work.sequence_parallel else 1
     tokens = work.rows(dp) * work.sequence
     queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    hidden = a.hidden_size / (tp if work.sequence_parallel else 1)
-    layer = work.size * (4 * hidden + (3 * queries + 3 * keys + 4 * a.intermediate_size) / tp)
-    layer += 0 if work.recompute == "selective-attention" else 4 * a.num_attention_heads / tp
-    layers, head = a.num_hidden_layers, work.size * 2 * hidden
+    wide = (4 if a.qk_norm else 3) * queries + 3 * keys + 5 * a.intermediate_size
+    rows = 2 / s + (a.num_attention_heads + a.num_key_value_heads) / tp * a.qk_norm
+    sums = 0 if work.recompute == "selective-attention" else a.num_attention_heads / tp
+    layer = work.size * (4 * a.hidden_size / s + wide / tp) + 4 * (rows + sums)
+    layers, head = a.num_hidden_layers, work.size * 2 * a.hidden_size / s
     if work.recompute == "full":
-        return tokens * (layers * work.size * hidden + layer + head)
+        return tokens * (layers * work.size * a.hidden_size / s + layer + head)
     return tokens * (layers * layer + head)
 
 
