@@ -105,7 +105,7 @@ class FamilyBuffer:
 
 
 def runs_of(plan: Plan, family: Family, rank: int) -> tuple[Run, ...]:
-    """Return what DP rank ``rank`` updates in ``family``, by rising position."""
+    """Return what DP rank ``rank`` updates of ``family``, by rising position."""
     if family.atomic:
         return tuple(Run(plan.parameters[p.parameter].name, p.start, p.end, p.parameter) for p in family.pieces(rank))
     spans: list[list[int]] = []

@@ -17,13 +17,13 @@ from impl.optimizers.base import Optimizer
 from impl.projection import ranks
 from impl.projection.machine import Machine
 from impl.projection.timeline import Array
-from impl.projection.workload import TpUpdate, Workload
+from impl.projection.workload import TpUpdate, Uneven, Workload
 
 EXACT = "planned: exact shapes"
 STATIC = ("parameters", "gradients", "masters", "state")
 """Parts that are held all the time."""
-MOMENTS = (("activations", "logits"), ("micro_groups",), ("gathered",))
-"""Parts that are held together, in the backward, in the optimizer and in one gather of all parameters."""
+MOMENTS = (("activations", "logits", "staged"), ("micro_groups",), ("gathered",))
+"""Parts that are held together: in the backward, in the optimizer, and in one gather of all parameters."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ def needed(
     work: Workload,
     *,
     tp_update: TpUpdate = "exchange",
+    uneven: Uneven = "rooted",
 ) -> Memory:
     """Return the memory of ``plan``; ``costs`` is the optimizer of each of its parameters.
+
+    uneven: ``padded`` collectives stage their segments, here of the one largest bucket of gradients.
 
     Left out: the optimizer's temporaries (Newton-Schulz needs about one fp32 copy of the matrices that are updated
     together), the gradient of one parameter before it is added to the buffer, and what the allocator wastes.
@@ -70,6 +73,7 @@ def needed(
         "gathered": np.full(mesh, float(work.size * once)),
         "activations": np.full(mesh, activation_bytes(config, work, plan.dp, plan.tp)),
         "logits": np.full(mesh, logit_bytes(config, work, plan.dp, plan.tp)),
+        "staged": np.full(mesh, _staged_bytes(plan) if uneven == "padded" else 0.0),
     }
     moments = [sum((parts[name] for name in names), np.zeros(mesh)) for names in MOMENTS]
     total = sum((parts[name] for name in STATIC), np.zeros(mesh)) + np.max(moments, axis=0)
@@ -137,6 +141,12 @@ def _update_bytes(plan: Plan, tp_update: TpUpdate) -> Array:
             now = now + tp * groups[k - 1].hosted + sent[k - 1] + groups[k - 1].everywhere + own[k - 1]
         most = np.maximum(most, now)
     return 4.0 * most
+
+
+def _staged_bytes(plan: Plan) -> float:
+    """Return the bytes of the largest buffer of fp32 gradients whose unequal segments are padded to the largest."""
+    sizes = [np.diff(bucket.cuts) for family in plan.families for bucket in family.buckets if bucket.cuts]
+    return 4.0 * max((plan.dp * int(s.max()) for s in sizes if s.min() < s.max()), default=0)
 
 
 def activation_bytes(config: ModelConfig, work: Workload, dp: int, tp: int) -> float:

@@ -47,7 +47,7 @@ def test_the_issues_command_prints_every_number_with_band_and_evidence(capsys: p
         assert list(got["evidence"][f"memory_bytes.{part}"].values()) == [1.0]
     assert got["evidence"]["memory_bytes.state"] == {"planned: exact shapes": 1.0}
     assert "autograd" in next(iter(got["evidence"]["memory_bytes.activations"]))
-    assert got["memory_bytes"]["total"] <= sum(got["memory_bytes"][p] for p in (*PARTS, "gathered"))
+    assert got["memory_bytes"]["total"] <= sum(got["memory_bytes"][p] for p in (*PARTS, "gathered", "staged"))
     assert got["optimizer_s"] < got["iteration_s"] < got["optimizer_s"] + got["forward_backward_s"] + got["phases"][
         "param_sync"
     ] + got["phases"]["grad_norm"] + 1e-9  # fmt: skip
@@ -110,6 +110,8 @@ def test_settings_change_the_step(capsys: pytest.CaptureFixture[str]) -> None:
         "--strategy sc",
         "--strategy nv-layerwise --nv-version lpt-numel",
         "--layers 3",
+        "--split atoms",
+        "--split update --split-qkv heads",
     ):
         assert found(capsys, f"{base} {more}")["iteration_s"] != plain["iteration_s"], more
     assert found(capsys, base)["iteration_s"] == plain["iteration_s"], "and nothing else does"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,17 @@ def test_a_smaller_capacity_needs_smaller_exchange_buffers() -> None:
         whole[host] += made.plan.parameters[p].numel
     # whole gradients, updates, updates packed, and shards of the returned ones
     assert sizes[2] == 4 * (3 * max(whole) + sum(whole) // 2)
+
+
+def test_padded_collectives_stage_their_largest_bucket() -> None:
+    made, work = planned("canzona", 4, 2), Workload(sequence=1, batch=4)
+    rooted, padded = (memory.needed(made.plan, made.costs, TINY, work, uneven=u) for u in ("rooted", "padded"))
+    assert rooted.parts["staged"] == 0
+    longest = [4 * max(b - a for a, b in pairwise(x.cuts)) for f in made.plan.families if f.atomic for x in f.buckets]
+    assert padded.parts["staged"] == 4 * max(longest)
+    even = planned("nv-layerwise", 4, 2)
+    found = memory.needed(even.plan, even.costs, TINY, work, uneven="padded")
+    assert found.parts["staged"] == 0, "equal segments need no copy"
 
 
 def saved_bytes(config: catalogue.ModelConfig, rows: int, sequence: int, dtype: torch.dtype, **recompute: bool) -> int:

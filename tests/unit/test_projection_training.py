@@ -26,6 +26,7 @@ from impl.projection.steady import Step
 from impl.projection.training import Projection, Workload, model_flops, project
 from impl.projection.uncertain import DRAWS, Cost, band
 from impl.projection.updates import GramMuon, Updates
+from impl.projection.workload import talks
 from tests.unit.fake_machines import Altered, Plain, free
 
 TINY = catalogue.load("qwen3-tiny", layers=4)
@@ -102,14 +103,15 @@ def norm_seconds(made: Planned, machine: Machine) -> float:
     plan, most = made.plan, 0.0
     for d in range(plan.dp):
         for t in range(plan.tp):
-            count = 0
+            counts = {True: 0, False: 0}
             for family in plan.families:
                 for piece in family.pieces(d):
                     owner = next(s.owner for s in family.slots if s.parameter == piece.parameter)
                     spec = plan.parameters[piece.parameter]
                     if not (owner == EVERY and d) and not (spec.tp_dim is None and t):
-                        count += piece.end - piece.start
-            most = max(most, machine.norm(count).seconds[0])
+                        counts[family.atomic] += piece.end - piece.start
+            seconds = sum(machine.norm(n, exact=not atomic).seconds[0] for atomic, n in counts.items())
+            most = max(most, seconds)
     return most
 
 
@@ -359,12 +361,24 @@ def test_microbatches_and_recomputation_cost_what_they_add() -> None:
     layers = REAL.arch.num_hidden_layers
     extra = layers * machine.forward(block).seconds
     assert np.allclose(full.iteration - none.iteration, extra)
-    extra = layers * machine.forward(block.attention()).seconds
+    extra = layers * machine.attention(block).seconds
     assert np.allclose(attention.iteration - none.iteration, extra)
     one, two = projected(made, machine, batch=8), projected(made, machine, batch=16, microbatches=2)
     assert np.allclose(two.iteration - one.iteration, one.phases["forward"] + one.phases["backward"])
     with pytest.raises(ConfigError, match="batch 6 is not a multiple of dp x microbatches"):
         projected(made, batch=6)
+
+
+def test_sequence_parallelism_moves_the_same_volume_of_a_layer() -> None:
+    block = Block(REAL.arch, "layer", 4, 2, 512, "bfloat16")
+    hidden = 2 * 1024 * REAL.arch.hidden_size
+    for direction in ("forward", "backward"):
+        plain, parallel = (talks(block, Workload(sequence_parallel=on), direction) for on in (False, True))
+        assert [t.kind for t in plain] == ["all-reduce"] * 2
+        assert sorted(t.kind for t in parallel) == ["all-gather", "all-gather", "reduce-scatter", "reduce-scatter"]
+        counted = [sum(t.counted(4) for t in some) for some in (plain, parallel)]
+        assert counted[0] == counted[1] == 2 * 2 * 3 / 4 * hidden
+    assert talks(dataclasses.replace(block, tp=1), Workload(), "forward") == []
 
 
 def test_derived_numbers() -> None:
