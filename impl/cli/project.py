@@ -101,23 +101,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _machine(args: argparse.Namespace) -> Machine:
     """Return the machine of ``--hardware`` and ``--kernels``; raises :class:`ConfigError` if it has too few devices."""
-    described = None
-    if args.hardware != hardware.LOCAL:
-        described = Roofline(hardware.load(args.hardware))
-        devices = described.hardware.count
+    if args.hardware == hardware.LOCAL:
+        if args.kernels is None:
+            raise ConfigError("--hardware local is known by measured kernels alone: give their table with --kernels")
+    else:
+        described = hardware.load(args.hardware)
+        kind, devices = described.spec.id, described.count
         if devices != args.dp * args.tp:
-            kind = described.hardware.spec.id
             raise ConfigError(
                 f"--hardware {args.hardware} has {devices} devices, dp x tp needs {args.dp} x {args.tp} = "
                 f"{args.dp * args.tp}: write {kind}x{args.dp * args.tp}"
             )
-    if args.kernels is None:
-        if described is None:
-            raise ConfigError("--hardware local is known by measured kernels alone: give their table with --kernels")
-        return described
+        if args.kernels is None:
+            return Roofline(described)
     from impl.projection.measured import load_machine  # only where a table is read
 
-    return load_machine(args.kernels, described)
+    return load_machine(args.hardware, args.kernels, args.dp * args.tp)
 
 
 def _write(args: argparse.Namespace, projection: Projection, title: str) -> None:

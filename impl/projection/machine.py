@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ from impl.projection.uncertain import Cost, Samples, exact, total
 
 CopyTo = Literal["device", "host"]
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send"]
+LIMBS_USED = 5
+"""Of the exact norm's, until nothing of typical gradients is left."""
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -29,21 +30,16 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 class Block:
     """What one rank computes of a model for one microbatch: a part of it on one of ``tp`` tensor-parallel ranks.
 
-    kind: one ``layer``, its core ``attention`` alone, the ``embedding``, or the ``head``: final norm, output matrix and
-        loss.
+    kind: one ``layer``, the ``embedding``, or the ``head``: final norm, output matrix and loss.
     rows: sequences of the microbatch, ``sequence`` tokens each.  dtype: of weights and activations.
     """
 
     arch: Architecture
-    kind: Literal["layer", "attention", "embedding", "head"]
+    kind: Literal["layer", "embedding", "head"]
     tp: int
     rows: int
     sequence: int
     dtype: str
-
-    def attention(self) -> Block:
-        """Return the core attention of this layer alone: scores, softmax and their product with the values."""
-        return dataclasses.replace(self, kind="attention")
 
     @property
     def tokens(self) -> int:
@@ -54,7 +50,7 @@ class Block:
     def product_flops(self) -> float:
         """FLOPs of the forward's products of activations and weights on this rank."""
         a = self.arch
-        if self.kind in ("embedding", "attention"):
+        if self.kind == "embedding":
             return 0.0
         if self.kind == "head":
             return 2.0 * self.tokens * a.hidden_size * a.vocab_size / self.tp
@@ -65,7 +61,7 @@ class Block:
     @property
     def attention_flops(self) -> float:
         """FLOPs of the forward's causal attention scores and their product with the values, on this rank."""
-        if self.kind not in ("layer", "attention"):
+        if self.kind != "layer":
             return 0.0
         queries = self.arch.num_attention_heads * self.arch.head_dim
         return 2.0 * self.tokens * self.sequence * queries / self.tp
@@ -74,8 +70,6 @@ class Block:
     def elementwise_bytes(self) -> float:
         """Bytes that the forward's norms, activation, residual sums and loss read and write on this rank."""
         a, size = self.arch, BYTES[self.dtype]
-        if self.kind == "attention":
-            return 0.0
         if self.kind == "embedding":
             return 3.0 * size * self.tokens * a.hidden_size
         if self.kind == "head":
@@ -103,6 +97,11 @@ class Machine(Protocol):
         """Whether communication runs on the cores that compute."""
         ...
 
+    @property
+    def devices_per_node(self) -> int:
+        """Ranks that fill a node before the next one begins."""
+        ...
+
     def forward(self, block: Block) -> Cost:
         """Return the time of a block's forward."""
         ...
@@ -123,8 +122,15 @@ class Machine(Protocol):
         """Return the time of decay and step on fp32 masters, rounded into parameters of ``dtype``."""
         ...
 
-    def norm(self, elements: int) -> Cost:
-        """Return the time of the sum of squares of fp32 gradients."""
+    def norm(self, elements: int, *, exact: bool = False) -> Cost:
+        """Return the time of the sum of squares of fp32 gradients.
+
+        exact: of what may be cut anywhere, summed as integers (:func:`impl.canzona.norm.square_limbs`).
+        """
+        ...
+
+    def copy(self, count: float, where: CopyTo) -> Cost:
+        """Return the time of copying ``count`` bytes inside the device's memory, or between it and the host's."""
         ...
 
     def copy(self, count: float, where: CopyTo) -> Cost:
@@ -188,9 +194,24 @@ class Roofline:
         """Return two passes over masters, one over the update, and the parameters' rounding."""
         return self._passes((20 + (0 if dtype == "float32" else 4 + BYTES[dtype])) * elements)
 
-    def norm(self, elements: int) -> Cost:
-        """Return a pass over the gradients, and one over their squares in float64."""
-        return self._passes(20.0 * elements)
+    def norm(self, elements: int, *, exact: bool = False) -> Cost:
+        """Return a pass over the gradients, and one over their squares in float64; ``exact`` takes them apart in limbs.
+
+        A limb takes 88 bytes an element.  Five are assumed: squares of 48 bits that differ by 2^40.
+        """
+        return self._passes((36.0 + LIMBS_USED * 88.0 if exact else 20.0) * elements)
+
+    def attention(self, block: Block) -> Cost:
+        """Return the fused attention kernel of one forward."""
+        return self._compute(block.attention_flops, _precision(block.dtype), "attention") + self._launches(1)
+
+    def copy(self, count: float, where: CopyTo) -> Cost:
+        """Return a pass that reads and writes, or the way over the host's link."""
+        if where == "device":
+            return self._passes(2.0 * count)
+        link = self.hardware.spec.host
+        evidence = f"link: {link.bandwidth / 1e9:g} GB/s to the host at {self.hardware.assumption('host')}"
+        return Cost.of(count / link.bandwidth / self.hardware.reached("host") + link.latency, evidence)
 
     def attention(self, block: Block) -> Cost:
         """Return the fused attention kernel of one forward."""
@@ -236,7 +257,7 @@ class Roofline:
             self._product(times * block.product_flops, block.dtype),
             self._compute(times * block.attention_flops, _precision(block.dtype), "attention"),
             self._passes(times * block.elementwise_bytes),
-            self._launches(times * {"layer": 25, "attention": 1, "embedding": 2, "head": 8}[block.kind]),
+            self._launches(times * {"layer": 25, "embedding": 2, "head": 8}[block.kind]),
         ]
         return total([part for part in parts if part.seconds[0] > 0])
 

@@ -17,13 +17,13 @@ from impl.optimizers.base import Optimizer
 from impl.projection import ranks
 from impl.projection.machine import Machine
 from impl.projection.timeline import Array
-from impl.projection.workload import TpUpdate, Workload
+from impl.projection.workload import TpUpdate, Uneven, Workload
 
 EXACT = "planned: exact shapes"
 STATIC = ("parameters", "gradients", "masters", "state")
 """Parts that are held all the time."""
-MOMENTS = (("activations", "logits"), ("micro_groups",), ("gathered",))
-"""Parts that are held together, in the backward, in the optimizer and in one gather of all parameters."""
+MOMENTS = (("activations", "logits", "staged"), ("micro_groups",), ("gathered",))
+"""Parts that are held together: in the backward, in the optimizer, and in one gather of all parameters."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ def needed(
     work: Workload,
     *,
     tp_update: TpUpdate = "exchange",
+    uneven: Uneven = "rooted",
 ) -> Memory:
     """Return the memory of ``plan``; ``costs`` is the optimizer of each of its parameters.
+
+    uneven: ``padded`` collectives stage their segments, here of the one largest bucket of gradients.
 
     Left out: the optimizer's temporaries (Newton-Schulz needs about one fp32 copy of the matrices that are updated
     together), the gradient of one parameter before it is added to the buffer, and what the allocator wastes.
@@ -70,6 +73,7 @@ def needed(
         "gathered": np.full(mesh, float(work.size * once)),
         "activations": np.full(mesh, activation_bytes(config, work, plan.dp, plan.tp)),
         "logits": np.full(mesh, logit_bytes(config, work, plan.dp, plan.tp)),
+        "staged": np.full(mesh, _staged_bytes(plan) if uneven == "padded" else 0.0),
     }
     moments = [sum((parts[name] for name in names), np.zeros(mesh)) for names in MOMENTS]
     total = sum((parts[name] for name in STATIC), np.zeros(mesh)) + np.max(moments, axis=0)
@@ -139,33 +143,41 @@ def _update_bytes(plan: Plan, tp_update: TpUpdate) -> Array:
     return 4.0 * most
 
 
+def _staged_bytes(plan: Plan) -> float:
+    """Return the bytes of the largest buffer of fp32 gradients whose unequal segments are padded to the largest."""
+    sizes = [np.diff(bucket.cuts) for family in plan.families for bucket in family.buckets if bucket.cuts]
+    return 4.0 * max((plan.dp * int(s.max()) for s in sizes if s.min() < s.max()), default=0)
+
+
 def activation_bytes(config: ModelConfig, work: Workload, dp: int, tp: int) -> float:
     """Return the bytes of activations that one rank keeps from the forward of one microbatch to its backward.
 
-    Korthikanti et al. (2022, arXiv 2205.05198), for this layer: RMSNorm, grouped queries with or without their norms,
-    SwiGLU.  Per token and layer, in elements of the model's ``dtype``, ``h`` hidden, ``q`` and ``k`` the widths of all
-    query and of all key heads, ``f`` of the MLP, ``t`` tensor-parallel ranks, and ``s = t`` under sequence parallelism,
-    else 1::
+    After Korthikanti et al. (2022, arXiv 2205.05198), for the layer of :mod:`impl.models.gpt`: RMSNorm, grouped
+    queries, SwiGLU without a fused kernel.  Per token and layer, in elements of the model's ``dtype``, ``h`` hidden,
+    ``q`` and ``k`` the widths of all query and of all key heads, ``f`` of the MLP, ``t`` tensor-parallel ranks, and
+    ``s = t`` under sequence parallelism, else 1::
 
         4 h / s                   input and output of both norms (the output is the next matrix' input)
-        (q + 2 k) / t             the fused query, key and value: input of the q/k norms; its values are read later
+        (q + 2 k) / t             the fused query, key and value, of which the values are read later
+        q / t                     only with q/k norms: the queries put side by side, their norm's input
         (q + k) / t               rotated queries and keys, as attention reads them
         q / t                     attention's output, which the projection reads
-        4 f / t                   gate and up, silu(gate), and the product that the last matrix reads
+        5 f / t                   gate and up, silu(gate), up again, and the product (a fused SwiGLU keeps 3 f)
 
-    and 4 bytes a query head for the fused attention's log-sums, which ``selective-attention`` does not keep; nothing
-    grows with the square of the sequence.  ``full`` keeps every layer's input, ``h / s``, and one layer's all.  The
-    head keeps input and output of the last norm.
+    and 4 bytes for each row of a norm, and for each token and query head of the fused attention's log-sums, which
+    ``selective-attention`` does not keep; nothing grows with the square of the sequence.  ``full`` keeps every layer's
+    input, ``h / s``, and one layer's all.  The head keeps input and output of the last norm.
     """
-    a = config.arch
+    a, s = config.arch, tp if work.sequence_parallel else 1
     tokens = work.rows(dp) * work.sequence
     queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    hidden = a.hidden_size / (tp if work.sequence_parallel else 1)
-    layer = work.size * (4 * hidden + (3 * queries + 3 * keys + 4 * a.intermediate_size) / tp)
-    layer += 0 if work.recompute == "selective-attention" else 4 * a.num_attention_heads / tp
-    layers, head = a.num_hidden_layers, work.size * 2 * hidden
+    wide = (4 if a.qk_norm else 3) * queries + 3 * keys + 5 * a.intermediate_size
+    rows = 2 / s + (a.num_attention_heads + a.num_key_value_heads) / tp * a.qk_norm
+    sums = 0 if work.recompute == "selective-attention" else a.num_attention_heads / tp
+    layer = work.size * (4 * a.hidden_size / s + wide / tp) + 4 * (rows + sums)
+    layers, head = a.num_hidden_layers, work.size * 2 * a.hidden_size / s
     if work.recompute == "full":
-        return tokens * (layers * work.size * hidden + layer + head)
+        return tokens * (layers * work.size * a.hidden_size / s + layer + head)
     return tokens * (layers * layer + head)
 
 

@@ -151,10 +151,13 @@ def elementwise_runs(plan: Plan, family: Family) -> list[tuple[Run, ...]]:
     return [runs_of(plan, family, rank) for rank in range(plan.dp)]
 
 
-def counted_elements(plan: Plan) -> Array:
-    """Return the elements ``[dp, tp]`` whose squares a rank sums for the global norm (:mod:`impl.canzona.norm`)."""
+def counted_elements(plan: Plan, *, atomic: bool) -> Array:
+    """Return the elements ``[dp, tp]`` whose squares a rank sums for the global norm (:mod:`impl.canzona.norm`).
+
+    atomic: of matrices, or of what may be cut.
+    """
     out = np.zeros((plan.dp, plan.tp))
-    for family in plan.families:
+    for family in (f for f in plan.families if f.atomic is atomic):
         for bucket in family.buckets:
             for slot in bucket.slots:
                 where: Any = slice(None) if plan.parameters[slot.parameter].tp_dim is not None else slice(0, 1)

@@ -193,7 +193,7 @@ class Step(Program):
                     compute = self.machine.forward(block) + compute
                     spoken = talks(block, self.work, "forward") + spoken
                 elif self.work.recompute == "selective-attention":
-                    compute = self.machine.forward(block.attention()) + compute
+                    compute = self.machine.attention(block) + compute
             tp = self.plan.tp
             cost = total([self.collective(t.kind, t.sizes(tp), self.tp) for t in spoken])
             self._blocked[key] = compute, cost, sum(t.counted(tp) for t in spoken)
@@ -251,14 +251,20 @@ class Step(Program):
             count = (tp - 1) * summed
             op = self.start("tp", "partial gradients", "grad_reduce", seconds, count, evidence=evidence)
             self.wait([op], "grad_reduce")
-        elements = ranks.counted_elements(plan)
-        self.do("sums of squares", "grad_norm", *self.each(elements, lambda n: self.machine.norm(int(n))))
+        for exact in (False, True):
+            elements = ranks.counted_elements(plan, atomic=not exact)
+            price = partial(_norm_of, self.machine, exact)
+            self.do("exact sums of squares" if exact else "sums of squares", "grad_norm", *self.each(elements, price))
         world = plan.dp * tp
         if world > 1:
             whole = 8 * vector_length(plan)
             cost = self.collective("all-reduce", [whole], Group(world))
             op = self.start("world", "norm", "grad_norm", cost, round(2 * (world - 1) / world * whole))
             self.wait([op], "grad_norm")
+
+
+def _norm_of(machine: Machine, exact: bool, elements: float) -> Cost:
+    return machine.norm(int(elements), exact=exact)
 
 
 def _name(family: Family, bucket: Bucket) -> str:

@@ -135,7 +135,7 @@ def project(
     """
     step = Step(plan, costs, config, work, machine, tp_update, uneven)
     timeline = step.run()
-    need = memory.needed(plan, costs, config, work, tp_update=tp_update)
+    need = memory.needed(plan, costs, config, work, tp_update=tp_update, uneven=uneven)
     return Projection(
         timeline=timeline,
         memory=need,

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from impl.optimizers.base import Optimizer, Shape
 from impl.projection.hardware import Group
-from impl.projection.machine import Block, Collective, Machine
-from impl.projection.uncertain import Cost, exact
+from impl.projection.machine import Block, Collective, CopyTo, Machine
+from impl.projection.uncertain import Cost
+from impl.projection.uncertain import exact as certain
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Altered:
     shared: bool = False
     name: str = "altered"
     memory_bytes: int | None = None
+    devices_per_node: int = 8
 
     def forward(self, block: Block) -> Cost:
         return self.compute(self.machine.forward(block))
@@ -34,8 +36,14 @@ class Altered:
     def apply(self, elements: int, dtype: str) -> Cost:
         return self.compute(self.machine.apply(elements, dtype))
 
-    def norm(self, elements: int) -> Cost:
-        return self.compute(self.machine.norm(elements))
+    def norm(self, elements: int, *, exact: bool = False) -> Cost:
+        return self.compute(self.machine.norm(elements, exact=exact))
+
+    def attention(self, block: Block) -> Cost:
+        return self.compute(self.machine.attention(block))
+
+    def copy(self, count: float, where: CopyTo) -> Cost:
+        return self.compute(self.machine.copy(count, where))
 
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
         return self.network(self.machine.collective(kind, sizes, group))
@@ -53,6 +61,7 @@ class Plain:
     shared: bool = False
     name: str = "plain"
     memory_bytes: int | None = None
+    devices_per_node: int = 8
 
     def forward(self, block: Block) -> Cost:
         return Cost.nothing()
@@ -61,13 +70,19 @@ class Plain:
         return Cost.nothing()
 
     def update(self, optimizer: Optimizer, shape: Shape) -> Cost:
-        return Cost.of(exact(shape[0]), "rows")
+        return Cost.of(certain(shape[0]), "rows")
 
     def apply(self, elements: int, dtype: str) -> Cost:
         return Cost.nothing()
 
-    def norm(self, elements: int) -> Cost:
+    def norm(self, elements: int, *, exact: bool = False) -> Cost:
+        return Cost.nothing()
+
+    def attention(self, block: Block) -> Cost:
+        return Cost.nothing()
+
+    def copy(self, count: float, where: CopyTo) -> Cost:
         return Cost.nothing()
 
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
-        return Cost.of(exact(sum(sizes)), "bytes")
+        return Cost.of(certain(sum(sizes)), "bytes")

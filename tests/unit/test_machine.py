@@ -43,8 +43,6 @@ def test_attention_is_causal_and_grows_with_the_square_of_the_sequence() -> None
     whole = 4 * 2 * 128 * 128 * MODEL.arch.num_attention_heads * MODEL.arch.head_dim  # scores and values, no mask
     assert block().attention_flops == whole / 2
     assert block(sequence=256).attention_flops == 4 * block().attention_flops
-    alone = block().attention()
-    assert (alone.attention_flops, alone.product_flops, alone.elementwise_bytes) == (block().attention_flops, 0, 0)
     assert block("head").attention_flops == 0
 
 
@@ -144,8 +142,29 @@ def test_a_missing_peak_is_named() -> None:
     assert roofline(peak_flops=peaks).forward(block()).seconds[0] > 0, "negative control"
 
 
+def test_core_attention_is_a_part_of_the_forward() -> None:
+    machine = roofline()
+    alone, whole = machine.attention(block()), machine.forward(block())
+    device = machine.hardware.spec.device
+    peak = device.peak_flops["bfloat16"] * machine.hardware.reached("attention")
+    assert np.allclose(alone.seconds, block().attention_flops / peak + device.launch)
+    assert (alone.seconds < whole.seconds).all()
+
+
+def test_copies_in_memory_and_to_the_host() -> None:
+    machine = roofline()
+    spec, reached = machine.hardware.spec, machine.hardware.reached
+    here = machine.copy(1e9, "device").seconds
+    assert np.allclose(here, 2e9 / spec.device.memory_bandwidth / reached("memory"))
+    away = machine.copy(1e9, "host")
+    assert np.allclose(away.seconds, 1e9 / spec.host.bandwidth / reached("host") + spec.host.latency)
+    assert "to the host" in next(iter(away.evidence))
+    assert machine.devices_per_node == 8
+
+
 def test_norm_and_apply_are_passes() -> None:
     machine = roofline()
+    assert machine.norm(1_000, exact=True).seconds[0] > 10 * machine.norm(1_000).seconds[0]
     assert np.allclose(machine.norm(2_000).seconds, 2 * machine.norm(1_000).seconds)
     assert machine.apply(1_000, "bfloat16").seconds[0] > machine.apply(1_000, "float32").seconds[0]
 
