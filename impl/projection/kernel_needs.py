@@ -272,5 +272,5 @@ def of_model(config: ModelConfig, optimizers: Sequence[str], *, tp: int, rows: i
     for kernel, dtype in (("apply", "bfloat16"), ("norm", "float32"), ("norm-exact", "float32")):
         needs.passes(kernel, dtype, [whole[0] // 64, whole[0], whole[-1]], whole[-1])
     for kernel in ("copy", "copy-from-host"):
-        needs.passes(kernel, "float32", [2**20, 2**24, 2**28], whole[-1])
+        needs.passes(kernel, "float32", [2**20, 2**27], whole[-1])
     return needs
