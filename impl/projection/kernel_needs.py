@@ -69,6 +69,8 @@ class Needs:
 
     def update(self, rule: Optimizer, shape: Shape, batch: int) -> None:
         """Add an update; of several batches the smallest counts, that of the rank with the least."""
+        if not math.prod(shape):
+            return  # a rank without a part of this family
         name = f"{rule.name} {settings_digest(rule)}"
         self._rules.setdefault(name, rule)
         if rule.atomic:
@@ -179,12 +181,12 @@ def of_plan(needs: Needs, plan: Plan, optimizers: Mapping[str, Optimizer], dtype
         largest = max(slot.end - slot.start for slot in family.slots)
         for rank in range(plan.dp):
             sizes = [run.end - run.start for run in runs_of(plan, family, rank)]
-            needs.passes("apply", dtype, [*sizes, sum(sizes)], largest)
-            if family.atomic:
-                needs.passes("norm", "float32", [*sizes, sum(sizes)], largest)
-            else:
-                needs.passes("norm-exact", "float32", [sum(sizes)], largest)
-                for size in sizes:
+            spans = [*sizes, sum(sizes)]
+            needs.passes("apply", dtype, spans, largest)
+            needs.passes("norm", "float32", spans, largest)
+            if not family.atomic:
+                needs.passes("norm-exact", "float32", spans, largest)
+                for size in spans:
                     needs.update(rule, (size,), 1)
         if family.atomic:
             for shape, batch in _batches(plan, family).items():
@@ -272,5 +274,5 @@ def of_model(config: ModelConfig, optimizers: Sequence[str], *, tp: int, rows: i
     for kernel, dtype in (("apply", "bfloat16"), ("norm", "float32"), ("norm-exact", "float32")):
         needs.passes(kernel, dtype, [whole[0] // 64, whole[0], whole[-1]], whole[-1])
     for kernel in ("copy", "copy-from-host"):
-        needs.passes(kernel, "float32", [2**20, 2**24, 2**28], whole[-1])
+        needs.passes(kernel, "float32", [2**20, 2**27], whole[-1])
     return needs

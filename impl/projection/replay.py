@@ -87,6 +87,11 @@ class ShareBuffer(FamilyBuffer):
         if self._rounded[run.name].dtype != torch.float32:
             self._rounded[run.name].copy_(self.masters[run.name])
 
+    @property
+    def gradients_by_run(self) -> dict[str, Tensor]:
+        """The fp32 gradients by the names of the runs."""
+        return {run.name: self._gradients[run.start] for run in self.runs}
+
     def draw(self, generator: torch.Generator) -> None:
         """Draw new gradients, none of them zero."""
         for gradient in self._gradients.values():
@@ -120,10 +125,10 @@ class Share:
             buffer.draw(self._generator)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, lr: float = LR, scale: float = CLIP) -> None:
         """Do this rank's part of one optimizer step."""
         self.updater.steps += 1
-        self.updater.update(LR, CLIP)
+        self.updater.update(lr, scale)
 
 
 def share_bytes(plan: Plan, optimizers: Mapping[str, Optimizer], place: Place, dtype_bytes: int) -> float:
