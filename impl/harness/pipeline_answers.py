@@ -30,9 +30,10 @@ def machine(name: str, stages: int) -> Machine:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of one cell; ``projection`` is None if it does not fit."""
+    """What is known of one cell; ``projection`` is None if it does not fit into ``limit`` bytes a device."""
 
     microbatches: int
+    limit: int | None
     memory: tuple[StageMemory, ...]
     misfit: str | None
     projection: Projection | None
