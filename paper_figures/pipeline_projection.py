@@ -16,9 +16,11 @@ from paper_figures.statistics import Estimate
 
 CLAIMS = ("R6", "R11", "R12", "R13", "R16", "R21")
 PARTS = ("weights", "masters", "gradients", "stash", "early", "state", "activations", "working", "host")
-MARKS = ("o", "s", "D", "^", "v", "P")
+MARKS = ("o", "x", "D", "^", "v", "P")
 """One for each policy."""
 GB = 1e9
+NO_EDGE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+TICKS = (3, 10, 30, 100, 300, 1000)
 
 
 def cases(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -157,7 +159,7 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         "Times are **projected** from data sheets and stated efficiencies, with the band that 90 of 100 draws of these "
         "lead to; they are means over a period of refreshes. Bytes are **planned** from shapes and the schedule, in GB "
         "of 10^9. Every stage has a device of its own. *Bubble*: share of all stages' time in which they do not "
-        "compute, once the pipeline is full; *exposed*: how much shorter an update would be if messages took no time. "
+        "compute (recomputing counts as computing), once the pipeline is full; *exposed*: how much shorter an update would be if messages took no time. "
         "A cell that does not fit has no times. Shown here is each method's fastest policy that fits.",
         main_table(frame),
         "## By what a backward recomputes and where the stash is",
@@ -208,12 +210,17 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
             _rate(left, position, best(own), colours[method])
             for policy in _policies(own):
                 mark = marks[str(common.distinct(policy, "policy_name")[0][0])]
-                right.plot(fullest(policy) / GB, position, mark, ms=3.5, color=colours[method], mew=0.4, mec="white")
+                look = {"mec": "0.2", "mew": 0.6} if mark == "x" else {"mec": "white", "mew": 0.4}
+                right.plot(
+                    fullest(policy) / GB, position, mark, ms=4 if mark == "o" else 3, color=colours[method], **look
+                )
         card = single(rows, "card").value / GB
         right.axvspan(card, 1e4, color="0.92", zorder=0)
         right.axvline(card, color="0.3", lw=0.8, ls="--")
         right.set_xscale("log")
         right.set_xlim(2, 1000)
+        right.set_xticks(TICKS, [str(tick) for tick in TICKS])
+        right.minorticks_off()
         left.set_xlim(left=0)
         for axes in (left, right):
             axes.set_ylim(len(methods) - 0.4, -0.6)
@@ -231,7 +238,9 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
 def _rate(axes: Axes, position: int, rows: pd.DataFrame | None, colour: style.Colour) -> None:
     if rows is None:
         place = axes.get_yaxis_transform()
-        axes.text(0.01, position, "does not fit", transform=place, va="center", fontsize=6, style="italic")
+        axes.text(
+            0.01, position, "does not fit", transform=place, va="center", fontsize=6, style="italic", bbox=NO_EDGE
+        )
         return
     rate = single(rows, "samples_per_s")
     error = [[rate.value - rate.low], [rate.high - rate.value]]
