@@ -140,10 +140,11 @@ def claims_table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         column = "baseline_value" if row["part"] == "baseline" else "value"
         value = float(common.numbers(claimed, column)[0]) if len(claimed) else math.nan
         unit = str(claimed["unit"].iloc[0]) if len(claimed) else ""
+        words = markdown.DASH if row["part"] == "baseline" else unit or markdown.DASH
         comparable = row["unit"] == unit and math.isfinite(row["value"]) and value > 0
         setup = ", ".join(str(row[k]) for k in ("case_name", "method_name", "policy_name") if _is_text(row[k]))
         cells = [
-            f"{value:g} {unit}" if math.isfinite(value) else unit or markdown.DASH,
+            f"{value:g} {unit}" if math.isfinite(value) else words,
             _ours(row),
             f"{row['value'] / value:.2f}" if comparable else markdown.DASH,
             setup or markdown.DASH,
@@ -159,7 +160,8 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         "Times are **projected** from data sheets and stated efficiencies, with the band that 90 of 100 draws of these "
         "lead to; they are means over a period of refreshes. Bytes are **planned** from shapes and the schedule, in GB "
         "of 10^9. Every stage has a device of its own. *Bubble*: share of all stages' time in which they do not "
-        "compute (recomputing counts as computing), once the pipeline is full; *exposed*: how much shorter an update would be if messages took no time. "
+        "compute (recomputing counts as computing), once the pipeline is full; *exposed*: how much shorter an update "
+        "would be if messages took no time. "
         "A cell that does not fit has no times. Shown here is each method's fastest policy that fits.",
         main_table(frame),
         "## By what a backward recomputes and where the stash is",
@@ -212,7 +214,7 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
                 mark = marks[str(common.distinct(policy, "policy_name")[0][0])]
                 look = {"mec": "0.2", "mew": 0.6} if mark == "x" else {"mec": "white", "mew": 0.4}
                 right.plot(
-                    fullest(policy) / GB, position, mark, ms=4 if mark == "o" else 3, color=colours[method], **look
+                    fullest(policy) / GB, position, mark, ms=3 if mark == "x" else 4, color=colours[method], **look
                 )
         card = single(rows, "card").value / GB
         right.axvspan(card, 1e4, color="0.92", zorder=0)
@@ -270,6 +272,6 @@ def _ours(row: dict[str, object]) -> str:
     if row["status"] != common.DONE:
         return str(row["status"])
     if not math.isfinite(value):
-        return "see reason"
+        return "see what to know"
     band = "" if not low < high else f" [{low:.3g}, {high:.3g}]"
     return f"{value:.3g}{band} {row['unit']} [{row['kind']}]"
