@@ -240,7 +240,10 @@ def test_evidence_is_shared_out_by_time():
     c = 0.5
     found = project(spec, Toy(bandwidth=message(spec) / c))
     work = 2 * (FORWARD + BACKWARD + UPDATE)
-    assert found.evidence == {"toy": pytest.approx(work / (work + 2 * c)), "toy link": pytest.approx(2 * c / (work + 2 * c))}
+    assert found.evidence == {
+        "toy": pytest.approx(work / (work + 2 * c)),
+        "toy link": pytest.approx(2 * c / (work + 2 * c)),
+    }
     assert np.isfinite(found.samples_per_s).all()
 
 
