@@ -30,9 +30,10 @@ def machine(name: str, stages: int) -> Machine:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of one cell; ``projection`` is None if it does not fit."""
+    """What is known of one cell; ``projection`` is None if it does not fit into ``limit`` bytes a device."""
 
     microbatches: int
+    limit: int | None
     memory: tuple[StageMemory, ...]
     misfit: str | None
     projection: Projection | None
@@ -48,9 +49,8 @@ def answer(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int) 
     known = full(spec, dtype)
     stages = pipeline_memory.memory(spec, dtype, capacity_bytes=capacity_bytes, known=known)
     misfit = pipeline_memory.misfit(stages, on.memory_bytes)
-    return Answer(
-        known.setup.microbatches, stages, misfit, None if misfit else pipeline.project(spec, on, dtype, known=known)
-    )
+    projection = None if misfit else pipeline.project(spec, on, dtype, known=known)
+    return Answer(known.setup.microbatches, on.memory_bytes, stages, misfit, projection)
 
 
 @dataclass

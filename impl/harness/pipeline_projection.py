@@ -58,6 +58,8 @@ def of_cell(grid: Grid, cell: Cell) -> Iterator[Row]:
     planned, projected = {**keys, **state, "kind": "planned"}, {**keys, **state, "kind": "projected"}
     for stage in found.memory:
         yield {**planned, "quantity": "memory", "stage": stage.stage, "value": stage.total, "unit": "B"}
+    if found.limit is not None:
+        yield {**planned, "quantity": "card", "value": found.limit, "unit": "B"}
     fullest = {**planned, "quantity": "memory_part", "stage": found.fullest.stage, "unit": "B"}
     for name, count in {**found.fullest.parts(), "host": float(found.fullest.host)}.items():
         yield {**fullest, "part": name, "value": count}

@@ -129,7 +129,7 @@ class Projection:
     update_s: seconds between two updates of the last stage, once the pipeline is full.
     bubble: share of all stages' time in that state in which they do not compute.
     exposed_s: how much shorter ``update_s`` would be if messages took no time.
-    track: the whole run, of which ``update_s`` is the mean after the first ``filled`` updates.
+    track: the whole run.  pipeline: what was run, and which of its updates ``update_s`` is the mean of.
     """
 
     spec: PipelineSpec
@@ -137,7 +137,7 @@ class Projection:
     bubble: Samples
     exposed_s: Samples
     track: Track
-    filled: int
+    pipeline: Full
 
     @property
     def samples_per_s(self) -> Samples:
@@ -169,12 +169,12 @@ def project(
     pieces = [dict(stage.pieces()) for stage in stages]
     track = play(timed, setup, pieces, Links(timed, setup, machine, dtype), shared=machine.shared)
     silent = play(timed, setup, pieces, None, shared=machine.shared)
-    update_s = _mean(track.ends, pipeline.filled)
+    update_s = _mean(track.ends, pipeline)
     per_update = track.busy() / setup.schedule.updates
-    saved = update_s - _mean(silent.ends, pipeline.filled)
+    saved = update_s - _mean(silent.ends, pipeline)
     exposed = np.where(saved > ROUNDING * update_s, saved, 0.0)
     bubble = 1.0 - per_update / (spec.stages * update_s)
-    return Projection(spec, update_s, bubble, exposed, track, pipeline.filled)
+    return Projection(spec, update_s, bubble, exposed, track, pipeline)
 
 
 def play(
@@ -228,8 +228,8 @@ def play(
     return Track(spec.stages, tuple(slots), tuple(ends))
 
 
-def _mean(ends: Sequence[Samples], filled: int) -> Samples:
-    """Return the seconds between two updates, the first ``filled`` left out; of one update alone its end."""
-    if len(ends) <= filled:
-        return ends[-1] / len(ends)
-    return (ends[-1] - ends[filled - 1]) / (len(ends) - filled)
+def _mean(ends: Sequence[Samples], pipeline: Full) -> Samples:
+    """Return the seconds between two of the timed updates; of a run of one update its end."""
+    first, last = pipeline.filled, pipeline.filled + pipeline.timed
+    begin = ends[first - 1] if first else exact(0.0)
+    return (ends[last - 1] - begin) / (last - first)

@@ -39,12 +39,15 @@ class Piece:
 class Full:
     """A pipeline with as many updates as it takes to fill it and see it run.
 
-    spec: with these updates.  filled: how many of them fill it.  flights: what every stage keeps.
+    spec: with these updates.  filled: how many of them fill it; timed: how many after these show how it runs.  The
+        rest, if any, would be done faster, because no more microbatches come in.
+    flights: what every stage keeps.
     """
 
     spec: PipelineSpec
     setup: PipelineSetup
     filled: int
+    timed: int
     flights: tuple[Flight, ...]
 
 
@@ -57,21 +60,25 @@ def full(spec: PipelineSpec, dtype: str, *, as_run: bool = False) -> Full:
     Raises :class:`ConfigError` for settings that cannot work or are not modelled.
     """
     if as_run:
-        timed, filled = spec, min(2 * spec.stages, max(spec.steps // 2, 1))
+        filled = min(2 * spec.stages, spec.steps // 2)
+        updates, measured = spec.steps, spec.steps - filled
     elif spec.drain_every:
-        timed, filled = spec.model_copy(update={"steps": 2 * spec.drain_every}), spec.drain_every
+        filled = measured = spec.drain_every
+        updates = 2 * spec.drain_every
     else:
         one = prepare(spec.model_copy(update={"steps": 1}))
-        turn = 1 if one.schedule.mode == "sync" else max(-(-spec.stages // one.microbatches), 1)
-        filled = turn if one.schedule.mode == "sync" else 2 * turn + 1
-        timed = spec.model_copy(update={"steps": filled + turn})
+        synchronous = one.schedule.mode == "sync"
+        measured = 1 if synchronous else -(-spec.stages // one.microbatches)
+        filled = 1 if synchronous else 2 * measured + 1
+        updates = filled + measured + (0 if synchronous else measured)
+    timed = spec.model_copy(update={"steps": updates})
     setup = prepare(timed)
     check(spec, setup, dtype)
     length, schedule = timed.drain_every or timed.steps, setup.schedule
     segments = tuple(min(length, timed.steps - begin) for begin in range(0, timed.steps, length))
     recompute = spec.recompute
     flights = in_flight(schedule.name, schedule.mode, spec.stages, schedule.per_update, segments, recompute)
-    return Full(timed, setup, filled, flights)
+    return Full(timed, setup, filled, measured, flights)
 
 
 def rows_of(spec: PipelineSpec, setup: PipelineSetup) -> tuple[int, ...]:

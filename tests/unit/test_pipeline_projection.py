@@ -1,0 +1,235 @@
+"""The pipeline projection: its table, answers to claims, cells that do not fit, and the commands."""
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from impl.__main__ import main
+from impl.errors import ConfigError
+from impl.harness.pipeline_answers import Grid, machine
+from impl.harness.pipeline_projection import COLUMNS, of_claim, rows, table
+from impl.harness.pipeline_projection_spec import Cell, ProjectionSpec, load
+from impl.harness.spec import load_yaml, parse
+from impl.models import catalogue
+from paper_figures import common, pipeline_projection, style
+
+pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "experiments/pipeline_projection.yaml"
+PUBLISHED = ROOT / "results/published/rotation.csv"
+
+
+def small() -> ProjectionSpec:
+    """The experiment cut down to one model on a few cards, and a sixth of its claims."""
+    data = load_yaml(CONFIG)
+    data["cases"] = [c for c in data["cases"] if c["id"] == "llama-7b"]
+    data["cases"][0] |= {"methods": ["1f1b-flush", "pipedream", "rotation", "rotation-uni-1st"]}
+    data["largest"] |= {"hardware": ["rtx3090", "a100-80"], "models": ["llama-7b"], "stages": [4, 8]}
+    data["claims"] = [c for c in data["claims"] if c["id"] in ("R11", "R12", "R21") and "fp32" not in str(c)]
+    data["tiers"] = {"laptop": {"cases": ["llama-7b"]}}
+    return parse(ProjectionSpec, data)
+
+
+@pytest.fixture(scope="module")
+def frame() -> pd.DataFrame:
+    return table(list(rows(small(), "laptop")))
+
+
+def cell(frame: pd.DataFrame, method: str, policy: str, quantity: str) -> pd.DataFrame:
+    return common.where(frame, sweep="case", method=method, policy=policy, quantity=quantity)
+
+
+def test_the_file_of_the_experiment_is_complete():
+    spec = load(CONFIG)
+    published = pd.read_csv(PUBLISHED)
+    for claim in spec.claims:
+        assert len(common.where(published, id=claim.id, quantity=claim.quantity)) == 1, claim.quantity
+    assert {claim.id for claim in spec.claims} == set(pipeline_projection.CLAIMS)
+    for case in spec.cases:
+        machine(case.hardware, case.stages)
+        assert catalogue.load(case.model).arch.num_hidden_layers >= case.stages
+    assert {t for t, part in spec.tiers.items() if part.claims} == {"laptop", "gpu1", "node8", "cluster"}
+
+
+def test_arithmetic_of_the_reasons():
+    flops = 6 * catalogue.load("llama-7b").parameter_count() * 2048 * 18.7
+    assert flops == pytest.approx(1.5e15, rel=0.05)
+    peak = 8 * machine("rtx3090x8", 8).hardware.spec.device.peak_flops["bfloat16"]  # type: ignore[attr-defined]
+    assert peak == pytest.approx(0.57e15, rel=0.01)
+    assert (1 - 0.543) / (1 - 0.716) == pytest.approx(1.61, abs=0.005)
+    assert catalogue.load("llama-95m").parameter_count() == pytest.approx(95.6e6, rel=0.01)
+
+
+def test_every_number_has_a_kind_and_bands_hold_their_value(frame):
+    assert list(frame.columns) == list(COLUMNS)
+    assert set(frame["kind"]) == {"planned", "projected"}
+    times = common.where(frame, sweep="case", kind="projected", status="done")
+    known = times[times["value"].notna()]
+    assert len(known)
+    assert ((known["low"] <= known["value"]) & (known["value"] <= known["high"])).all()
+    rates = common.where(known, quantity="samples_per_s")
+    assert (rates["low"] < rates["high"]).all()
+
+
+def test_a_cell_that_does_not_fit_has_a_reason_and_no_times(frame):
+    misfits = common.where(frame, sweep="case", status="does not fit")
+    assert misfits["reason"].str.match(r"needs \d+\.\d GB on stage \d+, the card has 25\.0 GB").all()
+    assert common.where(misfits, kind="projected")["value"].isna().all()
+    assert common.where(misfits, quantity="memory")["value"].notna().all()
+    fitting = common.where(frame, sweep="case", status="done")
+    assert common.where(fitting, quantity="samples_per_s")["value"].notna().all()
+    card = common.numbers(cell(frame, "pipedream", "none", "card"), "value")[0]
+    for (method, policy), own in common.where(frame, quantity="memory").groupby(["method", "policy"]):
+        assert (own["value"].max() > card) is bool((own["status"] == "does not fit").all()), (method, policy)
+
+
+def test_parts_add_up_to_the_fullest_stage(frame):
+    parts = cell(frame, "rotation", "none", "memory_part")
+    whole = cell(frame, "rotation", "none", "memory")
+    assert common.where(parts, part="host")["value"].sum() == 0
+    assert parts["value"].sum() == pytest.approx(whole["value"].max())
+
+
+def test_rotation_costs_more_than_pipedream_and_ratios_are_paired(frame):
+    ratio = cell(frame, "rotation-uni-1st", "stage-cpu", "ratio").iloc[0]
+    own, base = (cell(frame, m, "stage-cpu", "update_s").iloc[0] for m in ("rotation-uni-1st", "pipedream"))
+    assert ratio["low"] > 1
+    assert ratio["value"] == pytest.approx(own["value"] / base["value"])
+    # paired: narrower than the quotient of the ends of both bands
+    assert ratio["high"] / ratio["low"] < (own["high"] / base["low"]) / (own["low"] / base["high"])
+    assert cell(frame, "pipedream", "stage-cpu", "ratio")[["value", "low", "high"]].to_numpy() == pytest.approx(1.0)
+
+
+def test_synchronous_schedules_have_no_stash_to_put_elsewhere(frame):
+    assert cell(frame, "1f1b-flush", "stage-cpu", "memory").empty
+    assert not cell(frame, "pipedream", "stage-cpu", "memory").empty
+
+
+def test_largest_microbatches_grow_with_card_and_stages(frame):
+    found = common.where(frame, sweep="largest", method="1f1b-flush")
+    most = {(r["hardware"], r["stages"]): r["value"] for r in found.to_dict("records")}
+    assert most["a100-80", 8] > most["rtx3090", 8] > most["rtx3090", 4] == 0
+    zero = common.where(frame, sweep="largest", value=0.0)
+    assert set(zero["status"]) == {"does not fit"}
+
+
+def test_claims_stand_beside_what_was_published(frame):
+    text = pipeline_projection.claims_table(frame, pd.read_csv(PUBLISHED))
+    memory = [line for line in text.splitlines() if "R11" in line]
+    assert any("22.1 GB" in line and "53.2 GB [planned]" in line and " 2.41 " in line for line in memory)
+    assert sum("does not fit" in line for line in text.splitlines() if "R12" in line) == 2
+    assert all(line.count("–") for line in text.splitlines() if "R21" in line)
+
+
+def test_a_claim_about_a_pair_needs_a_baseline():
+    spec = small()
+    of = Cell(case="llama-7b", method="pipedream", policy="stage")
+    broken = spec.claims[0].model_copy(update={"measure": "memory_saved", "baseline": None, "of": of})
+    with pytest.raises(ConfigError, match="needs a baseline"):
+        list(of_claim(Grid(spec), broken))
+
+
+def test_table_and_figure_show_words_where_nothing_fits(frame, tmp_path):
+    published = pd.read_csv(PUBLISHED)
+    text = pipeline_projection.table(frame, published)
+    line = next(x for x in pipeline_projection.main_table(frame).splitlines() if "Rotation bi/2nd" in x)
+    assert "does not fit under any policy" in line
+    for heading in ("Largest microbatches", "Beside published numbers", "What the times rest on", "What is in memory"):
+        assert f"## {heading}" in text
+    assert "nan" not in text
+    figure = pipeline_projection.figure(frame, published)
+    words = [t.get_text() for axes in figure.axes for t in axes.texts]
+    assert words == ["does not fit"]
+    bars = len(figure.axes[0].containers)
+    assert bars >= 3  # a bar, and with each an error bar
+    style.save(figure, tmp_path / "figure")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reference": "pipedreem"}, "unknown method 'pipedreem'"),
+        ({"capacity_bytes": 0}, "capacity_bytes"),
+        ({"sweeps": 1}, "unknown setting 'sweeps'"),
+    ],
+)
+def test_a_wrong_file_is_one_line(change, words, tmp_path):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(json.dumps({**load_yaml(CONFIG), **change}))
+    with pytest.raises(ConfigError, match=words):
+        load(path)
+
+
+PROJECT = ["project-pipeline", "--model", "llama-7b", "--stages", "8", "--batch", "8", "--sequence", "512"]
+PROJECT += ["--hardware", "rtx3090x8", "--dtype", "bfloat16", "--json"]
+
+
+def test_one_pipeline_that_fits(capsys, tmp_path):
+    chart, trace = tmp_path / "chart.png", tmp_path / "trace.json"
+    files = ["--draw", str(chart), "--trace", str(trace)]
+    assert main([*PROJECT, "--method", "pipedream", "--recompute", "stage", "--stash-on-cpu", *files]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert found["kind"] == "projected"
+    low, high = found["band"]["samples_per_s"]
+    assert low < found["samples_per_s"] < high
+    assert found["samples_per_s"] == pytest.approx(8 / found["update_s"])
+    assert found["ratio_to_pipedream"] == pytest.approx(1.0)
+    assert sum(found["evidence"].values()) == pytest.approx(1.0)
+    assert len(found["memory_bytes"]) == 8
+    for stage in found["memory_bytes"]:
+        parts = sum(v for k, v in stage.items() if k not in ("total", "host"))
+        assert parts == pytest.approx(stage["total"])
+    assert chart.stat().st_size > 5000
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_one_pipeline_that_does_not_fit(capsys):
+    assert main([*PROJECT, "--method", "basis-rotation"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert found["reason"].endswith("on stage 0, the card has 25.0 GB")
+    assert [found[name] for name in ("samples_per_s", "update_s", "bubble", "exposed_communication_s")] == [None] * 4
+    assert found["memory_bytes"][0]["total"] > 25e9
+    assert main([*PROJECT[:-1], "--method", "basis-rotation"]) == 0
+    assert "does not fit: needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--hardware", "rtx3090x4"], "write rtx3090x8"),
+        (["--hardware", "rtx3090"], "say how many devices"),
+        (["--hardware", "rtx4090x8"], "unknown hardware"),
+        (["--method", "pipedreem"], "did you mean 'pipedream'"),
+        (["--recompute", "some"], "recompute"),
+        (["--dtype", "float16"], "bfloat16"),
+        (["--stash-on-cpu"], "stash_on_cpu needs recompute=stage"),
+        (["--method", "basis-rotation", "--trace", "x.json"], "nothing to trace"),
+        (["--set", "perod=3"], "unknown setting"),
+    ],
+)
+def test_bad_input_is_one_line(options, words, capsys):
+    assert main([*PROJECT, *options]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_the_command_writes_the_table(tmp_path, capsys):
+    data = load_yaml(CONFIG)
+    data["tiers"] = {"ci": {"cases": ["llama-7b-fp32"], "largest": False, "claims": False}}
+    path = tmp_path / "experiment.yaml"
+    path.write_text(json.dumps(data))
+    assert main(["pipeline-projection", "--config", str(path), "--tier", "ci", "--out", str(tmp_path / "out")]) == 0
+    found = pd.read_parquet(tmp_path / "out/pipeline_projection.parquet")
+    assert set(found["case"]) == {"llama-7b-fp32"}
+    assert len(pd.read_csv(tmp_path / "out/pipeline_projection.csv")) == len(found)
+    assert not math.isnan(found["value"].max())
+    assert "[projected, planned]" in capsys.readouterr().out
+    assert main(["pipeline-projection", "--config", str(path), "--tier", "laptop", "--out", str(tmp_path)]) == 2
