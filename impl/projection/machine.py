@@ -133,10 +133,6 @@ class Machine(Protocol):
         """Return the time of copying ``count`` bytes inside the device's memory, or between it and the host's."""
         ...
 
-    def copy(self, count: float, where: CopyTo) -> Cost:
-        """Return the time of copying ``count`` bytes inside the device's memory, or between it and the host's."""
-        ...
-
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
         """Return the time of one collective.
 
@@ -200,18 +196,6 @@ class Roofline:
         A limb takes 88 bytes an element.  Five are assumed: squares of 48 bits that differ by 2^40.
         """
         return self._passes((36.0 + LIMBS_USED * 88.0 if exact else 20.0) * elements)
-
-    def attention(self, block: Block) -> Cost:
-        """Return the fused attention kernel of one forward."""
-        return self._compute(block.attention_flops, _precision(block.dtype), "attention") + self._launches(1)
-
-    def copy(self, count: float, where: CopyTo) -> Cost:
-        """Return a pass that reads and writes, or the way over the host's link."""
-        if where == "device":
-            return self._passes(2.0 * count)
-        link = self.hardware.spec.host
-        evidence = f"link: {link.bandwidth / 1e9:g} GB/s to the host at {self.hardware.assumption('host')}"
-        return Cost.of(count / link.bandwidth / self.hardware.reached("host") + link.latency, evidence)
 
     def attention(self, block: Block) -> Cost:
         """Return the fused attention kernel of one forward."""
