@@ -67,10 +67,11 @@ def rows(spec: ProjectionSpec, tier: str, experiment: str, root: Path) -> Iterat
         reference = _usable(found.get(spec.reference))
         for case in cases:
             keys = {**case.keys(), "experiment": experiment, "reference": spec.reference}
-            one, machine = found[case.system.id], projector.machine(case)
+            one = found[case.system.id]
             if isinstance(one, ConfigError):
                 yield {**keys, "status": "not possible", "reason": str(one), "kind": "projected"}
                 continue
+            machine = projector.machine(case)
             yield from ({**keys, "status": "done", **row} for row in _memory_rows(one, machine))
             if one.misfit is not None:
                 yield {**keys, "status": "does not fit", "reason": one.misfit, "kind": "projected"}

@@ -7,6 +7,7 @@ import hashlib
 import json
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,6 +161,9 @@ def parse(cls: type[Spec], data: dict[str, Any], where: str = "") -> Spec:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(x) for x in (where, *first["loc"]) if x != "")
+        if first["type"] == "extra_forbidden" and (model := _model_at(cls, first["loc"][:-1])) is not None:
+            inside = key.rpartition(".")[0]
+            raise unknown(f"setting of {inside}", str(first["loc"][-1]), model.model_fields) from None
         message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(
             f"{key}: {message}" + (f" (got {first['input']!r})" if first["loc"] else "") if key else message
@@ -180,6 +184,19 @@ def _check_keys(cls: type[BaseModel], data: Any, where: str) -> None:
 def _model_of(annotation: Any) -> type[BaseModel] | None:
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return next((a for a in options if isinstance(a, type) and issubclass(a, BaseModel)), None)
+
+
+def _model_at(cls: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel] | None:
+    """Return the model at ``path`` inside ``cls``, through lists and mappings; None if there is none."""
+    found: Any = cls
+    for step in path:
+        if isinstance(found, type) and issubclass(found, BaseModel):
+            found = found.model_fields[str(step)].annotation if str(step) in found.model_fields else None
+            found = _model_of(found) or found
+        else:  # of a list or a mapping: the type of what is in it
+            inner = [a for a in typing.get_args(found) if a is not Ellipsis]
+            found = inner[-1] if inner else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
 def load_yaml(path: str | Path) -> Any:
