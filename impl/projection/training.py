@@ -158,6 +158,6 @@ def model_flops(config: ModelConfig, work: Workload) -> float:
 
 
 def peak_flops(machine: Machine) -> float | None:
-    """Return the bf16 FLOP/s of one device on its data sheet, None for a machine without one."""
-    hardware = getattr(machine, "hardware", None)
-    return hardware.spec.device.peak_flops.get("bfloat16") if isinstance(hardware, Hardware) else None
+    """Return the bf16 FLOP/s of one device on its data sheet, or its fallback's; None for a machine without one."""
+    described = getattr(machine, "hardware", None) or getattr(getattr(machine, "fallback", None), "hardware", None)
+    return described.spec.device.peak_flops.get("bfloat16") if isinstance(described, Hardware) else None

@@ -20,7 +20,7 @@ from impl.projection.timeline import Timeline
 from impl.projection.training import Workload, project
 from tests.distributed.ranks import run_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240)]
 SYSTEMS = [("sc", "lpt-ns"), ("asc", "lpt-ns"), ("canzona", "lpt-ns"), ("nv-layerwise", "ping-pong"),
            ("nv-layerwise", "lpt-ns"), ("nv-layerwise", "lpt-numel")]  # fmt: skip
 CONFIG = catalogue.load("qwen3-tiny", layers=2)

@@ -23,7 +23,7 @@ from impl.projection.hardware import Group, HardwareSpec
 from impl.projection.machine import Block, Machine, Roofline
 from impl.projection.ranks import Amounts, GroupWork, Matrix
 from impl.projection.steady import Step
-from impl.projection.training import Projection, Workload, model_flops, project
+from impl.projection.training import Projection, Workload, model_flops, peak_flops, project
 from impl.projection.uncertain import DRAWS, Cost, band
 from impl.projection.updates import GramMuon, Updates
 from impl.projection.workload import talks
@@ -235,6 +235,25 @@ def test_no_stream_overlaps_itself_in_a_whole_step() -> None:
             assert all((b.start >= a.end - 1e-12).all() for a, b in pairwise(ops)), (system, stream)
 
 
+def test_all_ranks_know_the_norm_at_the_same_time() -> None:
+    for system in SYSTEMS:
+        timeline = projected(planned(system)).timeline
+        ends = np.broadcast_to(timeline.free("compute"), (1 + DRAWS, *timeline.mesh))
+        assert (ends == ends[:, :1, :1]).all(), "the next step begins there"
+        busy = np.broadcast_to(sum(op.seconds for op in timeline.ops if op.stream == "compute"), ends.shape)
+        assert np.allclose(busy, ends), "a compute stream works or waits, it never idles"
+
+
+def test_exchanges_count_the_larger_of_sent_and_received() -> None:
+    """Four ranks, hosts of 10, 0, 2 and 4 elements, and 1 element that all of them compute."""
+    group = GroupWork((1, 4))
+    group.hosted[0] = [10, 0, 2, 4]
+    group.everywhere[0] = 1
+    # gather: rank r sends what the others host and the shared one three times, and receives three times its own
+    assert group.gather_bytes.tolist() == [[4 * 33, 4 * 19, 4 * 17, 4 * 15]]
+    assert group.scatter_bytes.tolist() == [[4 * 30, 4 * 16, 4 * 14, 4 * 12]]
+
+
 def updates_of(found: Projection) -> float:
     """Return the seconds of matrix updates summed over all ranks."""
     ops = [op for op in found.timeline.ops if op.name.startswith("muon")]
@@ -394,6 +413,7 @@ def test_derived_numbers() -> None:
     assert found.mfu is not None
     assert found.mfu[0] == pytest.approx(found.flops / found.iteration[0] / 8 / 989.4e12)
     assert projected(made, Altered(MACHINE)).mfu is None, "no peak is known of another machine"
+    assert peak_flops(MACHINE) == 989.4e12
     for name in ("iteration", "forward_backward", "optimizer", "exposed_communication", *found.phases):
         assert sum(found.evidence(name).values()) == pytest.approx(1), name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impl.projection.uncertain import DRAWS, Cost, Range, band, exact, shares, total
@@ -17,6 +17,7 @@ def ranges() -> st.SearchStrategy[Range]:
 
 
 @given(ranges(), st.text(max_size=8))
+@settings(deadline=None, max_examples=60)
 def test_draws_are_named_positive_and_begin_with_the_nominal(given_range: Range, name: str) -> None:
     first, again = given_range.draws(name), given_range.draws(name)
     assert first.shape == (1 + DRAWS,)
@@ -32,6 +33,7 @@ def test_equal_names_are_paired_and_other_names_are_not() -> None:
 
 
 @given(ranges())
+@settings(deadline=None, max_examples=60)
 def test_nine_of_ten_draws_lie_inside(given_range: Range) -> None:
     found = np.concatenate([given_range.draws(f"input {n}")[1:] for n in range(60)])
     inside = ((found >= given_range.low * (1 - 1e-9)) & (found <= given_range.high * (1 + 1e-9))).mean()
@@ -41,6 +43,7 @@ def test_nine_of_ten_draws_lie_inside(given_range: Range) -> None:
 
 
 @given(ranges(), ranges(), st.text(max_size=4))
+@settings(deadline=None, max_examples=60)
 def test_bands_hold_the_nominal_and_are_monotone(one: Range, other: Range, name: str) -> None:
     first = band(one.draws(name))
     assert first.low <= first.value <= first.high
@@ -65,6 +68,7 @@ def test_a_range_refuses_what_is_none(numbers: tuple[float, float, float]) -> No
 
 
 @given(st.lists(st.tuples(POSITIVE, st.sampled_from("abc")), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=60)
 def test_costs_add_up_and_so_do_their_sources(parts: list[tuple[float, str]]) -> None:
     costs = [Cost.of(exact(seconds), source) for seconds, source in parts]
     whole = total(costs)
