@@ -7,8 +7,12 @@ tensor-parallel exchange the packing is included, the wire is not.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,10 @@ STRATEGIES = ("asc", "canzona", "nv-layerwise", "sc")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", required=True, help="a model of the catalogue, for example qwen3-1.7b")
+    parser.add_argument("--model", help="a model of the catalogue, for example qwen3-1.7b")
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="instead: a step-time job whose steps and their replay take turns"
+    )
     parser.add_argument("--layers", type=int, help="number of layers instead of the model's own")
     parser.add_argument("--optimizer", default="muon", help="of matrices (default muon); the rest uses adamw")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
@@ -38,12 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay and print what the ranks take; returns the exit code."""
-    import contextlib
-    import sys
-
     from impl.harness import replay_run
     from impl.harness.spec import assign, parse
 
+    if args.check is not None:
+        return _check(args)
+    if args.model is None:
+        raise ConfigError("no model given: write for example --model qwen3-1.7b, or --check FILE")
     names = ("model", "layers", "optimizer", "dp", "tp", "strategy", "dtype", "processes", "samples")
     data: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     data["runtime"] = {"device": args.device, "collective_timeout_s": 300.0}
@@ -52,13 +60,54 @@ def run(args: argparse.Namespace) -> int:
     spec = parse(replay_run.ReplaySpec, data)
     if args.ranks != "all":
         spec = parse(replay_run.ReplaySpec, {**data, "ranks": _ranks(args.ranks, spec)})
-    quiet = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory(prefix="replay-") as folder, quiet:
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder, _progress_aside(args.json):
         code, rows = replay_run.execute(spec, Path(folder))
     found = replay_run.summary(spec, rows)
     if args.out is not None:
         _write(args.out, found)
     print(json.dumps(found, indent=1) if args.json else report(found))
+    return code
+
+
+@contextlib.contextmanager
+def _progress_aside(aside: bool) -> Iterator[None]:
+    """Let everything that is printed inside, by rank processes too, go to standard error if ``aside``."""
+    if not aside:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Run a step-time job in which real steps and replays take turns, and print how they agree."""
+    from impl.harness import replay_check
+    from impl.harness.spec import load_yaml, parse
+    from impl.harness.step_time_spec import StepTimeSpec
+
+    spec = parse(StepTimeSpec, load_yaml(args.check))
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder, _progress_aside(args.json):
+        code, rows = replay_check.execute(spec, Path(folder))
+    found = replay_check.summary(rows)
+    if args.out is not None:
+        _write(args.out, {"settings": spec.resolved(), "shares": [], "systems": found})
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return code
+    print(
+        f"{'system':>14} {'step ms':>9} {'replay ms':>10} {'replay / step':>14} {'quartiles':>14} {'n':>4}  [measured]"
+    )
+    for row in found:
+        times = f"{row['real_s'] * 1e3:>9.2f} {row['replay_s'] * 1e3:>10.2f} {row['ratio']:>14.3f}"
+        spread = f"{row['ratio_q25']:.3f} .. {row['ratio_q75']:.3f}"
+        print(f"{row['system']:>14} {times} {spread:>14} {row['n']:>4}")
     return code
 
 

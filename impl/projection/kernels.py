@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from impl.canzona.collectives import Communicator, Ledger
 from impl.canzona.norm import CHUNK, square_limbs, square_sum
 from impl.optimizers.base import Optimizer
 from impl.projection.kernel_blocks import block_sample
@@ -31,12 +30,12 @@ from impl.projection.kernel_cases import (
     ProductCase,
     UpdateCase,
 )
-from impl.rotation.links import Channel
+from impl.projection.kernel_collectives import collective_work
 
 SHORTEST_S = 2e-3
 """A sample repeats what is shorter than this, so that neither timer nor barrier counts."""
-FEWEST, MOST = 3, 25
-"""Samples of a case."""
+FEWEST, SOME, MOST = 3, 6, 25
+"""Samples of a case: at least, at least if one is within the budget, and at most."""
 Sample = Callable[[], list[float]]
 """Runs a case once and returns seconds, the same number of them each time."""
 
@@ -88,7 +87,7 @@ def measure(case: Case, bench: Bench, budget: float) -> NDArray[np.float64]:
     took = _slowest_wall(sample, bench)
     if took < budget / 2:  # a longer one, such as a refresh period, is warm by now
         took = _slowest_wall(sample, bench)
-    count = min(MOST, max(FEWEST, int(budget / max(took, 1e-6))))
+    count = min(MOST, max(SOME if took <= budget else FEWEST, int(budget / max(took, 1e-6))))
     rows = []
     for _ in range(count):
         bench.barrier()
@@ -113,7 +112,7 @@ def _sample(case: Case, bench: Bench) -> Sample:
     elif isinstance(case, ProductCase):
         works = _products(case, bench)
     elif isinstance(case, CollectiveCase):
-        works = _collective(case, bench)
+        works = collective_work(case, bench.device, bench.rank, bench.processes, copies(float(case.size)))
     else:
         return _launches(bench)
     return _repeated(works, bench)
@@ -155,6 +154,8 @@ class UpdateSets:
         self.shape, self.device = case.shape, device
         self.period = int(getattr(self.rule.hyper, "period", 1))
         count = copies(2.0 * case.set_bytes)  # what the computation holds takes as much again
+        if self.period > 1:
+            count = min(count, 2)  # a period is long, and most of it computes rather than reads
         self.generator = torch.Generator(device).manual_seed(0)
         self.grads = [[torch.empty(case.shape, device=device) for _ in range(case.batch)] for _ in range(count)]
         self.states = [[self.rule.init_state(case.shape, device) for _ in range(case.batch)] for _ in range(count)]
@@ -205,7 +206,7 @@ def _passes(case: PassCase, bench: Bench) -> Callable[[], object]:
     number = copies(4.0 * case.size * (3 if case.case == "apply" else 1))
     sets = [_Data.make(case.size, dtype, device) for _ in range(number)]
     spans = [(at, min(at + case.piece, case.size)) for at in range(0, case.size, case.piece)]
-    turn = _turns(number)
+    turn = cycle(range(number))
 
     def apply() -> None:
         data = sets[next(turn)]
@@ -240,18 +241,13 @@ class _Data:
         return cls(gradient, torch.randn(size, device=device), torch.empty(size, dtype=dtype, device=device))
 
 
-def _turns(number: int) -> Iterator[int]:
-    while True:
-        yield from range(number)
-
-
 def _copies(case: PassCase, bench: Bench) -> Callable[[], object]:
     number, elements = copies(2.0 * case.size), max(1, case.size // 4)
     pinned = case.case == "copy-from-host" and bench.device.type == "cuda"
     home = torch.device("cpu") if case.case == "copy-from-host" else bench.device
     sources = [torch.ones(elements, device=home, pin_memory=pinned) for _ in range(number)]
     targets = [torch.zeros(elements, device=bench.device) for _ in range(number)]
-    turn = _turns(number)
+    turn = cycle(range(number))
 
     def copy() -> None:
         at = next(turn)
@@ -265,65 +261,5 @@ def _products(case: ProductCase, bench: Bench) -> Callable[[], object]:
     left = torch.randn(case.m, case.k, device=bench.device).to(dtype)
     number = copies(case.bytes())
     weights = [torch.randn(case.k, case.n, device=bench.device).to(dtype) for _ in range(number)]
-    turn = _turns(number)
+    turn = cycle(range(number))
     return lambda: left @ weights[next(turn)]
-
-
-def _collective(case: CollectiveCase, bench: Bench) -> Callable[[], object]:
-    """Return one collective, waited for; every process is in one group of ``case.ranks`` neighbours."""
-    if bench.processes % case.ranks:
-        raise ValueError(f"{bench.processes} processes cannot be dealt into groups of {case.ranks}")
-    mine = None
-    for first in range(0, bench.processes, case.ranks):
-        group = dist.new_group(list(range(first, first + case.ranks)))
-        if first <= bench.rank < first + case.ranks:
-            mine = cast(dist.ProcessGroup, group)
-    assert mine is not None, "every rank is in one of the groups"
-    if case.kind == "send":
-        return _send(case, bench, mine)
-    comm = Communicator(mine, "dp", Ledger())
-    ranks, elements = case.ranks, max(case.ranks, case.size // 4)
-    number = copies(float(case.size))
-    if case.kind == "all-to-all":  # the size is what a rank sends to others
-        share = max(1, case.size // 4 // (ranks - 1))
-        data = [torch.ones(share * ranks, device=bench.device) for _ in range(2 * number)]
-        turn = _turns(number)
-
-        def exchange() -> None:
-            at = 2 * next(turn)
-            comm.all_to_all(data[at], data[at + 1], [share] * ranks, [share] * ranks, "kernel").wait()
-
-        return exchange
-    elements -= elements % ranks
-    flats = [torch.zeros(elements, device=bench.device) for _ in range(number)]
-    cuts = [elements * r // ranks for r in range(ranks + 1)]
-    if not case.even:  # segments rise by equal steps
-        whole = ranks * (ranks + 1) // 2
-        cuts = [elements * (r * (r + 1) // 2) // whole for r in range(ranks + 1)]
-    turn = _turns(number)
-    calls = {
-        "all-reduce": lambda: comm.all_reduce(flats[next(turn)], "kernel").wait(),
-        "reduce-scatter": lambda: comm.reduce_scatter(flats[next(turn)], cuts, "kernel").wait(),
-        "all-gather": lambda: comm.all_gather(flats[next(turn)], cuts, "kernel").wait(),
-    }
-    return calls[case.kind]
-
-
-def _send(case: CollectiveCase, bench: Bench, group: dist.ProcessGroup) -> Callable[[], object]:
-    """Return a message from the group's first rank to its second, over a pipeline's own channel."""
-    first = bench.rank - bench.rank % case.ranks
-    sends = bench.rank == first
-    if bench.rank > first + 1:
-        return lambda: None
-    channel = Channel(first + 1 if sends else first, group, bench.device)
-    elements = max(1, case.size // 4 - 1)  # a message carries a flag too
-    message = torch.ones(elements, device=bench.device)
-
-    def send() -> None:
-        if sends:
-            channel.send(message)
-            channel.settle()
-        else:
-            channel.receive((elements,))
-
-    return send

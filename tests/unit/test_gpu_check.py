@@ -37,7 +37,15 @@ def test_the_limits_add_up_to_eight_minutes_and_every_command_is_known() -> None
     lines = [line for line in done.stdout.splitlines() if line.startswith("timeout ")]
     assert sum(int(line.split()[1]) for line in lines) <= BUDGET_S
     commands = "\n".join(lines)
-    for word in ("tests/gpu", "qwen3-1.7b", "qwen3-32b --tp 8", "basis-rotation", "asc", "canzona", "rotation_overhead"):
+    for word in (
+        "tests/gpu",
+        "qwen3-1.7b",
+        "qwen3-32b --tp 8",
+        "basis-rotation",
+        "asc",
+        "canzona",
+        "rotation_overhead",
+    ):
         assert word in commands
     for line in lines:
         if found := re.search(r"--seconds (\d+)", line):
@@ -84,7 +92,9 @@ def test_a_part_that_fails_does_not_stop_the_others_and_is_told(tmp_path: Path) 
 
 
 def test_the_overhead_is_the_ratio_of_both_updates() -> None:
-    rotation, adamw = (kernel_table.update_key(rotation_overhead.create(n), (4, 8)) for n in ("basis-rotation", "adamw"))
+    rotation, adamw = (
+        kernel_table.update_key(rotation_overhead.create(n), (4, 8)) for n in ("basis-rotation", "adamw")
+    )
     one = {"kernel": "update", "processes": 1}
     rows = [row(**one, key=rotation[0], size=0, seconds=4e-3, spike=9e-3), row(**one, key=adamw[0], size=32)]
     found = rotation_overhead.overhead(Table(tuple(rows)))

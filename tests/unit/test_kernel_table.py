@@ -31,7 +31,9 @@ def test_a_file_holds_the_table_sorted_and_gives_it_back(tmp_path: Path) -> None
     rows = (row(size=300), row(size=100), row(kernel="apply", spike=5e-3), row(key="x", **UNMEASURED))
     Table(()).merged(rows).write(tmp_path / "new" / "t.csv")
     found = kernel_table.read(tmp_path / "new" / "t.csv")
-    assert [r.identity for r in found.rows] == sorted((r.identity for r in rows), key=lambda i: (i[0], i[1], i[3], i[2]))
+    assert [r.identity for r in found.rows] == sorted(
+        (r.identity for r in rows), key=lambda i: (i[0], i[1], i[3], i[2])
+    )
     by = {r.identity: r for r in found.rows}
     for given in rows:
         for name, value in dataclasses.asdict(given).items():
@@ -63,7 +65,7 @@ def test_merging_keeps_times_and_replaces_them_by_newer_ones() -> None:
 
 @pytest.mark.parametrize("change", [{"device": "Another"}, {"torch": "2.9.0"}, {"threads": 2}, {"backend": "cuda"}])
 def test_one_table_is_of_one_place(change: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="mixes .*--fresh"):
+    with pytest.raises(ConfigError, match=r"mixes .*--fresh"):
         Table((row(),)).merged([row(size=3, **change)])
     Table((row(), row(size=3, **change))).write(tmp_path / "t.csv")
     with pytest.raises(ConfigError, match="mixes"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -183,7 +184,7 @@ def ask_everything(machine: Measured, spec: StepTimeSpec) -> int:
                         asked += 1
             for bucket in family.buckets:
                 if bucket.cuts:
-                    sizes = [4.0 * (b - a) for a, b in zip(bucket.cuts, bucket.cuts[1:], strict=False)]
+                    sizes = [4.0 * (b - a) for a, b in itertools.pairwise(bucket.cuts)]
                     machine.collective("reduce-scatter", sizes, Group(plan.dp, plan.tp))
                     machine.collective("all-gather", sizes, Group(plan.dp, plan.tp))
                 else:
@@ -228,7 +229,7 @@ def test_equal_needs_are_measured_once() -> None:
 def test_sizes_are_at_most_a_step_apart_and_reach_both_ends() -> None:
     grid = kernel_needs._grid({10, 55, 3000})
     assert (grid[0], grid[-1]) == (10, 3000)
-    assert all(b / a <= kernel_needs.STEP * 1.01 for a, b in zip(grid, grid[1:], strict=False))
+    assert all(b / a <= kernel_needs.STEP * 1.01 for a, b in itertools.pairwise(grid))
     assert kernel_needs._grid({7}) == [7]
 
 

@@ -17,6 +17,7 @@ from impl.canzona.engine import Engine, EngineOptions
 from impl.canzona.mesh import Mesh
 from impl.canzona.plan import EVERY, Plan
 from impl.canzona.strategies import PlanOptions, make_plan
+from impl.harness import replay_check
 from impl.harness.replay_run import ReplaySpec, summary
 from impl.optimizers.base import create
 from impl.projection import replay
@@ -253,9 +254,39 @@ def test_a_share_that_does_not_fit_says_so(capsys: Any, monkeypatch: pytest.Monk
     assert "optimizer step" not in text
 
 
+def test_the_check_pairs_step_and_replay() -> None:
+    rows = [
+        {"system": "a", "step": i, "real_s": real, "replay_s": again}
+        for i, (real, again) in enumerate([(1.0, 1.1), (10.0, 11.0), (2.0, 2.2)])
+    ]
+    (found,) = replay_check.summary(rows)
+    assert (found["real_s"], found["replay_s"], found["n"]) == (2.0, 2.2, 3)
+    assert found["ratio"] == pytest.approx(1.1), "a slow moment is slow on both sides"
+    assert found["ratio_q75"] - found["ratio_q25"] < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_check_runs_steps_and_replays_in_turns(tmp_path: Path, capsys: Any) -> None:
+    base = {"model": "qwen3-tiny", "layers": 2, "dp": 2, "batch": 4, "sequence": 16, "plan": {"bucket_elements": 9000}}
+    systems = [{"id": s, "name": s, "strategy": s} for s in ("sc", "canzona")]
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps({"base": base, "systems": systems, "repetitions": 2, "warmup": 1}))
+    assert main(["replay", "--check", str(path), "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text[text.index("[") :])
+    assert [(row["system"], row["n"]) for row in found] == [("sc", 2), ("canzona", 2)]
+    assert all(row["real_s"] > 0 and row["replay_s"] > 0 for row in found)
+    live = {"id": "live", "name": "x", "strategy": "nv-layerwise", "nv_version": "ping-pong", "live": True}
+    path.write_text(json.dumps({"base": base, "systems": [live]}))
+    assert main(["replay", "--check", str(path)]) == 2
+    assert "leave live systems out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([], "no model given"),
         (["--model", "qwen3-tni"], "did you mean 'qwen3-tiny'"),
         ([*SMALL, "--strategy", "canzone"], "did you mean 'canzona'"),
         ([*SMALL, "--ranks", "7"], "rank 7 is not in a 1 x 1 mesh"),
