@@ -193,37 +193,36 @@ def play(
     sizes = pipeline_costs.rows_of(spec, setup)
     free: list[Samples] = [np.zeros(1 + DRAWS) for _ in pieces]
     streams: dict[tuple[int, str], Samples] = {}
-    messages: dict[tuple[int, tuple[str, int]], Slot] = {}
-    slots, ends = list[Slot](), list[Samples]()
-
-    def place(stage: int, stream: str, phase: str, action: Action, start: Samples, cost: Cost, count: float) -> Slot:
-        slot = Slot(stage, stream, phase, action, start, start + cost.seconds, cost, count)
-        slots.append(slot)
-        return slot
-
+    messages: dict[tuple[int, str, int], tuple[Samples, Cost]] = {}
+    slots, ends, nothing, last = list[Slot](), list[Samples](), Cost.nothing(), spec.stages - 1
     for stage, action in in_order(setup.schedule):
-        ready = free[stage]
-        if (message := messages.pop((stage, (action.kind, action.number)), None)) is not None:
-            ready = np.maximum(ready, message.end)
+        ready, kind = free[stage], action.kind
+        if (message := messages.pop((stage, kind, action.number), None)) is not None:
+            arrived, cost = message
+            ready = np.maximum(ready, arrived)
             if shared and links is not None:
-                ready = place(stage, COMPUTE, SEND[action.kind], action, ready, message.cost, 0.0).end
+                slots.append(Slot(stage, COMPUTE, SEND[kind], action, ready, ready + cost.seconds, cost))
+                ready = slots[-1].end
         for piece in pieces[stage][action]:
-            ready = place(stage, COMPUTE, piece.phase, action, ready, piece.cost, 0.0).end
-        if action.kind == "U":
-            if stage == spec.stages - 1:
+            start, ready = ready, ready + piece.cost.seconds
+            slots.append(Slot(stage, COMPUTE, piece.phase, action, start, ready, piece.cost))
+        if kind == "U":
+            if stage == last:
                 ends.append(ready)
-        elif 0 <= (target := stage + (1 if action.kind == "F" else -1)) < spec.stages:
-            rows, name = sizes[action.number % setup.microbatches], SEND[action.kind]
-            cost = Cost.nothing() if links is None else links.cost(min(stage, target), rows)
-            stream = COMPUTE if shared else name
-            start = ready if shared else np.maximum(ready, streams.get((stage, stream), ready))
-            count = 0.0 if links is None else links.bytes(rows)
-            sent = place(stage, stream, name, action, start, cost, count)
-            messages[target, (action.kind, action.number)] = sent
-            if shared:
-                ready = sent.end
+        elif 0 <= (target := stage + (1 if kind == "F" else -1)) <= last:
+            if links is None:
+                messages[target, kind, action.number] = ready, nothing
             else:
-                streams[stage, stream] = sent.end
+                rows = sizes[action.number % setup.microbatches]
+                cost, stream = links.cost(min(stage, target), rows), COMPUTE if shared else SEND[kind]
+                start = ready if shared else np.maximum(ready, streams.get((stage, stream), ready))
+                arrival = start + cost.seconds
+                slots.append(Slot(stage, stream, SEND[kind], action, start, arrival, cost, links.bytes(rows)))
+                messages[target, kind, action.number] = arrival, cost
+                if shared:
+                    ready = arrival
+                else:
+                    streams[stage, stream] = arrival
         free[stage] = ready
     return Track(spec.stages, tuple(slots), tuple(ends))
 
