@@ -78,16 +78,27 @@ class Block:
 
 
 class Machine(Protocol):
-    """A machine for which projections are made.
+    """A machine for which projections are made."""
 
-    memory_bytes: of one device, None if it is not known.  shared: communication runs on the cores that compute.
-    devices_per_node: ranks that fill a node before the next one begins.
-    """
+    @property
+    def name(self) -> str:
+        """What the machine is called."""
+        ...
 
-    name: str
-    memory_bytes: int | None
-    shared: bool
-    devices_per_node: int
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes of one device, None if that is not known."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether communication runs on the cores that compute."""
+        ...
+
+    @property
+    def devices_per_node(self) -> int:
+        """Ranks that fill a node before the next one begins."""
+        ...
 
     def forward(self, block: Block) -> Cost:
         """Return the time of a block's forward."""
