@@ -61,6 +61,7 @@ def test_arithmetic_of_the_reasons():
     assert peak == pytest.approx(0.57e15, rel=0.01)
     implied = (1 - 0.543) / (1 - 0.716)
     assert implied == pytest.approx(1.61, abs=0.005)
+    assert catalogue.load("llama-65b").parameter_count() == pytest.approx(65.2e9, rel=0.002)  # LLaMA, table 2
     assert catalogue.load("llama-95m").parameter_count() == pytest.approx(95.6e6, rel=0.01)
 
 
