@@ -81,13 +81,13 @@ def of_largest(grid: Grid) -> Iterator[Row]:
     spec, asked = grid.spec, grid.spec.largest
     methods = [m for m in spec.methods if m.id in asked.methods]
     policies = [p for p in spec.policies if p.id in asked.policies]
+    cards = {kind: hardware.load(f"{kind}x1").memory_bytes for kind in asked.hardware}
     for model, stages, method, policy in itertools.product(asked.models, asked.stages, methods, policies):
         own = {"model": model, "stages": stages, "method": method.method, "method_settings": method.settings}
         chosen = policy.model_dump(exclude={"id", "name"})
         run = parse(PipelineSpec, {**spec.base, "batch": stages, **own, **chosen})
-        for kind in asked.hardware:
-            limit = hardware.load(f"{kind}x{stages}").memory_bytes
-            most = largest_rows(run, asked.dtype, limit, capacity_bytes=spec.capacity_bytes)
+        found = largest_rows(run, asked.dtype, list(cards.values()), capacity_bytes=spec.capacity_bytes)
+        for kind, most in zip(cards, found, strict=True):
             yield {
                 **{"sweep": "largest", "hardware": kind, "stages": stages, "dtype": asked.dtype, "kind": "planned"},
                 **{"model": model, "model_name": grid.model_name(model), "sequence": run.sequence},

@@ -57,11 +57,13 @@ class Track:
     """Every slot of a run of the schedule, in the order in which they were placed.
 
     ends: when the last stage has done each update, seconds ``[1 + DRAWS]``.
+    occupied: for each stage, how long its compute stream was in use until the end of each update.
     """
 
     stages: int
     slots: tuple[Slot, ...]
     ends: tuple[Samples, ...]
+    occupied: tuple[tuple[Samples, ...], ...]
 
     def busy(self) -> Samples:
         """Return the seconds that all stages together compute ``[1 + DRAWS]``: no waits, no messages."""
@@ -126,7 +128,7 @@ class Track:
 class Projection:
     """What a pipeline does on a machine.  Samples are ``[1 + DRAWS]``.
 
-    update_s: seconds between two updates of the last stage, once the pipeline is full.
+    update_s: seconds between two updates once the pipeline is full; with ``as_run`` between those of the last stage.
     bubble: share of all stages' time in that state in which they do not compute.
     exposed_s: how much shorter ``update_s`` would be if messages took no time.
     track: the whole run.  pipeline: what was run, and which of its updates ``update_s`` is the mean of.
@@ -169,9 +171,9 @@ def project(
     pieces = [dict(stage.pieces()) for stage in stages]
     track = play(timed, setup, pieces, Links(timed, setup, machine, dtype), shared=machine.shared)
     silent = play(timed, setup, pieces, None, shared=machine.shared)
-    update_s = _mean(track.ends, pipeline)
+    update_s = _pace(track, pipeline, as_run)
     per_update = track.busy() / setup.schedule.updates
-    saved = update_s - _mean(silent.ends, pipeline)
+    saved = update_s - _pace(silent, pipeline, as_run)
     exposed = np.where(saved > ROUNDING * update_s, saved, 0.0)
     bubble = 1.0 - per_update / (spec.stages * update_s)
     return Projection(spec, update_s, bubble, exposed, track, pipeline)
@@ -193,43 +195,55 @@ def play(
     sizes = pipeline_costs.rows_of(spec, setup)
     free: list[Samples] = [np.zeros(1 + DRAWS) for _ in pieces]
     streams: dict[tuple[int, str], Samples] = {}
-    messages: dict[tuple[int, tuple[str, int]], Slot] = {}
-    slots, ends = list[Slot](), list[Samples]()
-
-    def place(stage: int, stream: str, phase: str, action: Action, start: Samples, cost: Cost, count: float) -> Slot:
-        slot = Slot(stage, stream, phase, action, start, start + cost.seconds, cost, count)
-        slots.append(slot)
-        return slot
-
+    messages: dict[tuple[int, str, int], tuple[Samples, Cost]] = {}
+    slots, nothing, last = list[Slot](), Cost.nothing(), spec.stages - 1
+    ends, occupied = list[Samples](), [[np.zeros(1 + DRAWS)] for _ in pieces]
     for stage, action in in_order(setup.schedule):
-        ready = free[stage]
-        if (message := messages.pop((stage, (action.kind, action.number)), None)) is not None:
-            ready = np.maximum(ready, message.end)
+        ready, kind = free[stage], action.kind
+        if (message := messages.pop((stage, kind, action.number), None)) is not None:
+            arrived, cost = message
+            ready = np.maximum(ready, arrived)
             if shared and links is not None:
-                ready = place(stage, COMPUTE, SEND[action.kind], action, ready, message.cost, 0.0).end
+                slots.append(Slot(stage, COMPUTE, SEND[kind], action, ready, ready + cost.seconds, cost))
+                ready = slots[-1].end
+                occupied[stage][-1] = occupied[stage][-1] + cost.seconds
         for piece in pieces[stage][action]:
-            ready = place(stage, COMPUTE, piece.phase, action, ready, piece.cost, 0.0).end
-        if action.kind == "U":
-            if stage == spec.stages - 1:
+            start, ready = ready, ready + piece.cost.seconds
+            slots.append(Slot(stage, COMPUTE, piece.phase, action, start, ready, piece.cost))
+            occupied[stage][-1] = occupied[stage][-1] + piece.cost.seconds
+        if kind == "U":
+            occupied[stage].append(occupied[stage][-1])
+            if stage == last:
                 ends.append(ready)
-        elif 0 <= (target := stage + (1 if action.kind == "F" else -1)) < spec.stages:
-            rows, name = sizes[action.number % setup.microbatches], SEND[action.kind]
-            cost = Cost.nothing() if links is None else links.cost(min(stage, target), rows)
-            stream = COMPUTE if shared else name
-            start = ready if shared else np.maximum(ready, streams.get((stage, stream), ready))
-            count = 0.0 if links is None else links.bytes(rows)
-            sent = place(stage, stream, name, action, start, cost, count)
-            messages[target, (action.kind, action.number)] = sent
-            if shared:
-                ready = sent.end
+        elif 0 <= (target := stage + (1 if kind == "F" else -1)) <= last:
+            if links is None:
+                messages[target, kind, action.number] = ready, nothing
             else:
-                streams[stage, stream] = sent.end
+                rows = sizes[action.number % setup.microbatches]
+                cost, stream = links.cost(min(stage, target), rows), COMPUTE if shared else SEND[kind]
+                start = ready if shared else np.maximum(ready, streams.get((stage, stream), ready))
+                arrival = start + cost.seconds
+                slots.append(Slot(stage, stream, SEND[kind], action, start, arrival, cost, links.bytes(rows)))
+                messages[target, kind, action.number] = arrival, cost
+                if shared:
+                    ready = arrival
+                    occupied[stage][-1] = occupied[stage][-1] + cost.seconds
+                else:
+                    streams[stage, stream] = arrival
         free[stage] = ready
-    return Track(spec.stages, tuple(slots), tuple(ends))
+    return Track(spec.stages, tuple(slots), tuple(ends), tuple(tuple(known[:-1]) for known in occupied))
 
 
-def _mean(ends: Sequence[Samples], pipeline: Full) -> Samples:
-    """Return the seconds between two of the timed updates; of a run of one update its end."""
+def _pace(track: Track, pipeline: Full, as_run: bool) -> Samples:
+    """Return the seconds between two of the timed updates on the last stage; of a run of one update its end.
+
+    Behind a slower stage the last one first works off what piled up before it, for longer the smaller the difference,
+    so that a full pipeline is as slow at least as its busiest stage.  A run is timed on its last stage as it is.
+    """
     first, last = pipeline.filled, pipeline.filled + pipeline.timed
-    begin = ends[first - 1] if first else exact(0.0)
-    return (ends[last - 1] - begin) / (last - first)
+
+    def mean(marks: Sequence[Samples]) -> Samples:
+        begin = marks[first - 1] if first else exact(0.0)
+        return (marks[last - 1] - begin) / (last - first)
+
+    return mean(track.ends) if as_run else np.max([mean(marks) for marks in (track.ends, *track.occupied)], axis=0)

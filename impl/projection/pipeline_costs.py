@@ -17,7 +17,7 @@ from impl.projection.hardware import Group
 from impl.projection.machine import BYTES, Block, Machine
 from impl.projection.pipeline_flight import Flight, in_flight
 from impl.projection.uncertain import Cost, total
-from impl.rotation.method import StageContext
+from impl.rotation.method import StageContext, create_method
 from impl.rotation.schedule import Action
 from impl.rotation.stage_parts import overrides
 
@@ -66,9 +66,9 @@ def full(spec: PipelineSpec, dtype: str, *, as_run: bool = False) -> Full:
         filled = measured = spec.drain_every
         updates = 2 * spec.drain_every
     else:
-        one = prepare(spec.model_copy(update={"steps": 1}))
-        synchronous = one.schedule.mode == "sync"
-        measured = 1 if synchronous else -(-spec.stages // one.microbatches)
+        mode = spec.mode or create_method(spec.method, spec.method_settings).modes[0]
+        synchronous, grouped = mode == "sync", mode in ("sync", "2bw")
+        measured = 1 if synchronous else -(-spec.stages // (spec.microbatches or (spec.stages if grouped else 1)))
         filled = 1 if synchronous else 2 * measured + 1
         updates = filled + measured + (0 if synchronous else measured)
     timed = spec.model_copy(update={"steps": updates})

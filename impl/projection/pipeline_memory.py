@@ -8,7 +8,9 @@ what a driver takes is not counted; hardware files leave the latter out of a dev
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from impl.canzona.strategies import DEFAULT_CAPACITY_BYTES
@@ -35,7 +37,7 @@ class StageMemory:
     stash: versions kept beside the newest; early: one more, where the newest is copied before a forward whose graph
         will still be in use after the next update (without ``recompute: stage``).
     state: of the optimizers.  activations: the most that is kept of microbatches between forward and backward.
-    working: the most that an update or the end of a backward needs for itself.
+    update, backward: the most that an update, or the end of a backward, needs for itself; not at one time.
     host: of the stash, in host memory; not part of ``total``.
     """
 
@@ -47,8 +49,14 @@ class StageMemory:
     early: int
     state: int
     activations: float
-    working: float
+    update: float
+    backward: float
     host: int = 0
+
+    @property
+    def working(self) -> float:
+        """The larger of what an update and what a backward needs for itself."""
+        return max(self.update, self.backward)
 
     @property
     def total(self) -> float:
@@ -89,27 +97,34 @@ def misfit(stages: tuple[StageMemory, ...], limit: int | None) -> str | None:
     return f"needs {fullest.total / 1e9:.1f} GB on stage {fullest.stage}, the card has {limit / 1e9:.1f} GB"
 
 
-def largest_rows(spec: PipelineSpec, dtype: str, limit: int, *, capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> int:
-    """Return the most sequences of a microbatch with which every stage fits into ``limit`` bytes, 0 for none.
+def largest_rows(
+    spec: PipelineSpec, dtype: str, limits: Sequence[int], *, capacity_bytes: int = DEFAULT_CAPACITY_BYTES
+) -> list[int]:
+    """Return for each of ``limits`` the most sequences of a microbatch with which every stage fits, 0 for none.
 
-    Bytes only grow with the sequences, so that doubling and halving finds the answer.
+    Activations, and all of a backward's working memory but the largest weight's gradient, are proportional to the
+    sequences; everything else does not depend on them.
     """
     found = full(spec.model_copy(update={"batch": max(spec.batch, spec.microbatches or spec.stages)}), dtype)
+    one, two = (
+        memory(
+            spec.model_copy(update={"batch": rows * found.setup.microbatches}),
+            dtype,
+            capacity_bytes=capacity_bytes,
+            known=found,
+        )
+        for rows in (1, 2)
+    )
+    return [min(_most_rows(a, b, limit) for a, b in zip(one, two, strict=True)) for limit in limits]
 
-    def fits(rows: int) -> bool:
-        own = spec.model_copy(update={"batch": rows * found.setup.microbatches})
-        return misfit(memory(own, dtype, capacity_bytes=capacity_bytes, known=found), limit) is None
 
-    if not fits(1):
-        return 0
-    low = 1
-    while fits(2 * low):
-        low *= 2
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def _most_rows(one: StageMemory, two: StageMemory, limit: int) -> int:
+    """Return the most sequences with which a stage fits that needs ``one`` with one and ``two`` with two of them."""
+    fixed = one.total - one.activations - one.working
+    each, grown = two.activations - one.activations, two.backward - one.backward
+    during_update = (limit - fixed - one.update) / each
+    during_backward = (limit - fixed - (one.backward - grown)) / (each + grown)
+    return max(0, math.floor(min(during_update, during_backward)))
 
 
 def _stage(spec: PipelineSpec, found: Full, stage: int, dtype: str, capacity: int) -> StageMemory:
@@ -132,7 +147,8 @@ def _stage(spec: PipelineSpec, found: Full, stage: int, dtype: str, capacity: in
         early=0 if spec.stash_on_cpu else early,
         state=state,
         activations=_activations(spec, found, stage, size),
-        working=max(update, _backward_bytes(spec, setup, stage, size)),
+        update=update,
+        backward=_backward_bytes(spec, setup, stage, size),
         host=stash + early if spec.stash_on_cpu else 0,
     )
 

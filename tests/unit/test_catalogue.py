@@ -17,7 +17,7 @@ MODELS = catalogue.names()
 
 def test_all_models_are_there():
     qwen3 = {f"qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b", "32b", "tiny", "small")}
-    assert set(MODELS) == qwen3 | {f"llama-{size}" for size in ("7b", "13b", "tiny")}
+    assert set(MODELS) == qwen3 | {f"llama-{size}" for size in ("7b", "13b", "65b", "95m", "tiny")}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -59,7 +59,9 @@ def test_arithmetic_of_the_reasons():
     assert flops == pytest.approx(1.5e15, rel=0.05)
     peak = 8 * machine("rtx3090x8", 8).hardware.spec.device.peak_flops["bfloat16"]  # type: ignore[attr-defined]
     assert peak == pytest.approx(0.57e15, rel=0.01)
-    assert (1 - 0.543) / (1 - 0.716) == pytest.approx(1.61, abs=0.005)
+    implied = (1 - 0.543) / (1 - 0.716)
+    assert implied == pytest.approx(1.61, abs=0.005)
+    assert catalogue.load("llama-65b").parameter_count() == pytest.approx(65.2e9, rel=0.002)  # LLaMA, table 2
     assert catalogue.load("llama-95m").parameter_count() == pytest.approx(95.6e6, rel=0.01)
 
 
@@ -83,7 +85,8 @@ def test_a_cell_that_does_not_fit_has_a_reason_and_no_times(frame):
     assert common.where(fitting, quantity="samples_per_s")["value"].notna().all()
     card = common.numbers(cell(frame, "pipedream", "none", "card"), "value")[0]
     for (method, policy), own in common.where(frame, quantity="memory").groupby(["method", "policy"]):
-        assert (own["value"].max() > card) is bool((own["status"] == "does not fit").all()), (method, policy)
+        misfit = set(own["status"]) == {"does not fit"}
+        assert bool(own["value"].max() > card) is misfit, (method, policy)
 
 
 def test_parts_add_up_to_the_fullest_stage(frame):
@@ -120,7 +123,8 @@ def test_claims_stand_beside_what_was_published(frame):
     text = pipeline_projection.claims_table(frame, pd.read_csv(PUBLISHED))
     memory = [line for line in text.splitlines() if "R11" in line]
     assert any("22.1 GB" in line and "53.2 GB [planned]" in line and " 2.41 " in line for line in memory)
-    assert sum("does not fit" in line for line in text.splitlines() if "R12" in line) == 2
+    rates = [line for line in text.splitlines() if "R12" in line]
+    assert [line.split("|")[5].strip() == "does not fit" for line in rates] == [True, True, False, False]
     assert all(line.count("–") for line in text.splitlines() if "R21" in line)
 
 
@@ -203,7 +207,7 @@ def test_one_pipeline_that_does_not_fit(capsys):
     ("options", "words"),
     [
         (["--hardware", "rtx3090x4"], "write rtx3090x8"),
-        (["--hardware", "rtx3090"], "say how many devices"),
+        (["--hardware", "a100-40"], "a100-40"),
         (["--hardware", "rtx4090x8"], "unknown hardware"),
         (["--method", "pipedreem"], "did you mean 'pipedream'"),
         (["--recompute", "some"], "recompute"),

@@ -206,6 +206,19 @@ def test_a_run_is_as_long_as_its_window_says():
         assert nominal(project(spec, toy)) == pytest.approx((ends[60] - ends[20]) / 40)
 
 
+def test_a_slow_first_stage_sets_the_pace_while_the_last_works_off_its_queue():
+    # layers 3, 2, 2, 2 and a head that almost levels this: the queue of the last stage lasts for dozens of updates
+    spec = settings("pipedream", 4, layers=9, layer_counts=(3, 2, 2, 2), steps=400)
+    toy = Toy(head_s=0.96 * (FORWARD + BACKWARD) / 2)
+    found = project(spec, toy)
+    assert nominal(found) == pytest.approx(3 * (FORWARD + BACKWARD) + UPDATE)
+    ends = [float(end[0]) for end in found.track.ends]
+    window = slice(found.pipeline.filled - 1, found.pipeline.filled + found.pipeline.timed)
+    assert np.diff(ends[window]).mean() < nominal(found) * 0.995  # what the last stage alone would say
+    run = [float(end[0]) for end in project(spec, toy, as_run=True).track.ends]
+    assert nominal(found) == pytest.approx((run[390] - run[200]) / 190)
+
+
 def test_drained_segments_cost_time():
     whole = nominal(project(settings("pipedream", 4), Toy()))
     drained = nominal(project(settings("pipedream", 4, drain_every=8), Toy()))
