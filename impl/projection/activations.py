@@ -1,8 +1,8 @@
 """Bytes of activations that a model keeps from a microbatch's forward to its backward.
 
-Counted tensor by tensor as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4), adapted: RMSNorm, SwiGLU and
-grouped key and value heads for theirs, no dropout, so no masks, and attention that keeps its output and a logarithm a
-row instead of the scores.  Weights, gradients and what is freed before the forward ends are not activations.
+Counted tensor by tensor as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for this project's layers; a test
+compares the count with what autograd keeps.  Weights, gradients and what is freed before the forward ends are not
+activations.
 """
 
 from __future__ import annotations
@@ -30,42 +30,37 @@ class HeadBytes:
 
 
 def activation_bytes(
-    arch: Architecture,
-    tokens: int,
-    dtype_bytes: int,
-    tp: int,
-    recompute: Recompute,
-    sequence_parallel: bool,
-    sequence: int,
-    *,
-    fused_attention: bool = True,
+    arch: Architecture, tokens: int, dtype_bytes: int, tp: int, recompute: Recompute, sequence_parallel: bool
 ) -> float:
     """Return the bytes that one layer keeps of a microbatch of ``tokens`` on one of ``tp`` tensor-parallel ranks.
 
-    Kept are the inputs of everything with a gradient: of both norms and of the products after them, queries, keys and
-    values (before their norm too, where there is one), attention output, the gate/up product's output, the activated
-    gate and its product with ``up``.
+    For the layer of :mod:`impl.models.gpt`: RMSNorm, grouped queries, fused attention, SwiGLU without a fused kernel.
+    Per token, in elements of ``dtype_bytes``, ``h`` hidden, ``q`` and ``k`` the widths of all query and of all key
+    heads, ``f`` of the MLP, ``t`` tensor-parallel ranks, and ``s = t`` under sequence parallelism, else 1::
 
-    sequence_parallel: what all tensor-parallel ranks would hold alike is cut over them.
-    sequence: tokens of one sequence; counts only where attention is not fused and keeps ``sequence`` scores and
-        probabilities for each head and token.
+        4 h / s                   input and output of both norms (the output is the next matrix' input)
+        (q + 2 k) / t             the fused query, key and value, of which the values are read later
+        q / t                     only with q/k norms: the queries put side by side, their norm's input
+        (q + k) / t               rotated queries and keys, as attention reads them
+        q / t                     attention's output, which the projection reads
+        5 f / t                   gate and up, silu(gate), up again, and the product (a fused SwiGLU keeps 3 f)
+
+    and 4 bytes for each row of a norm, and for each token and query head of the fused attention's log-sums, which
+    ``selective-attention`` does not keep; nothing grows with the square of the sequence.
+
     recompute: ``layer`` keeps the layer's input alone, ``stage`` nothing: a stage's input is not a layer's, see
         :func:`boundary_bytes`.
     """
-    replicated = tp if sequence_parallel else 1
-    whole = dtype_bytes * tokens * arch.hidden_size / replicated
+    s = tp if sequence_parallel else 1
     if recompute == "stage":
         return 0.0
     if recompute == "layer":
-        return whole
+        return dtype_bytes * tokens * arch.hidden_size / s
     queries, keys = arch.num_attention_heads * arch.head_dim, arch.num_key_value_heads * arch.head_dim
-    cut = 2 * queries + 2 * keys + 4 * arch.intermediate_size
-    if arch.qk_norm:
-        cut += queries + keys
-    kept = 4 * whole + dtype_bytes * tokens * cut / tp
-    if recompute == "none":
-        kept += _scores(arch, tokens, dtype_bytes, sequence, fused_attention) / tp
-    return kept
+    wide = (4 if arch.qk_norm else 3) * queries + 3 * keys + 5 * arch.intermediate_size
+    rows = 2 / s + (arch.num_attention_heads + arch.num_key_value_heads) / tp * arch.qk_norm
+    sums = 0 if recompute == "selective-attention" else arch.num_attention_heads / tp
+    return tokens * (dtype_bytes * (4 * arch.hidden_size / s + wide / tp) + 4 * (rows + sums))
 
 
 def boundary_bytes(arch: Architecture, tokens: int, dtype_bytes: int) -> float:
@@ -83,9 +78,3 @@ def head_bytes(arch: Architecture, tokens: int, dtype_bytes: int, tp: int) -> He
     columns = arch.vocab_size / tp
     kept = 2 * dtype_bytes * tokens * arch.hidden_size + 4 * tokens * columns
     return HeadBytes(kept, (4 + dtype_bytes) * tokens * columns)
-
-
-def _scores(arch: Architecture, tokens: int, dtype_bytes: int, sequence: int, fused: bool) -> float:
-    """Return what the core attention keeps beside its inputs and output: a fp32 logarithm a row, or two score maps."""
-    rows = float(tokens * arch.num_attention_heads)
-    return 4 * rows if fused else 2 * dtype_bytes * rows * sequence

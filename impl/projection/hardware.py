@@ -177,10 +177,10 @@ def load(name: str, folder: Path = FOLDER) -> Hardware:
 
 def split(name: str, folder: Path = FOLDER) -> tuple[str, int]:
     """Return kind and number of devices of ``name``; raises :class:`ConfigError` if it is no such name."""
-    found = re.fullmatch(r"(?P<kind>[a-z0-9-]+?)(x(?P<count>[1-9][0-9]*))?", name)
-    kind = found["kind"] if found else name
-    if kind not in names(folder):
-        raise unknown("hardware", name, [*names(folder), LOCAL])
-    if found is None or found["count"] is None:
-        raise ConfigError(f"hardware {name!r}: say how many devices, for example {kind}x8")
-    return kind, int(found["count"])
+    known = names(folder)
+    if name in known:  # rtx3090, too, looks like a name with a number of devices
+        raise ConfigError(f"hardware {name!r}: say how many devices, for example {name}x8")
+    found = re.fullmatch(r"(?P<kind>[a-z0-9-]+)x(?P<count>[1-9][0-9]*)", name)
+    if found is None or found["kind"] not in known:
+        raise unknown("hardware", name, [*known, LOCAL])
+    return found["kind"], int(found["count"])

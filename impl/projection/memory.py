@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from impl.canzona.plan import Plan
 from impl.models.catalogue import ModelConfig
 from impl.optimizers.base import Optimizer
-from impl.projection import ranks
+from impl.projection import activations, ranks
 from impl.projection.machine import Machine
 from impl.projection.timeline import Array
 from impl.projection.workload import TpUpdate, Uneven, Workload
@@ -152,33 +153,16 @@ def _staged_bytes(plan: Plan) -> float:
 def activation_bytes(config: ModelConfig, work: Workload, dp: int, tp: int) -> float:
     """Return the bytes of activations that one rank keeps from the forward of one microbatch to its backward.
 
-    After Korthikanti et al. (2022, arXiv 2205.05198), for the layer of :mod:`impl.models.gpt`: RMSNorm, grouped
-    queries, SwiGLU without a fused kernel.  Per token and layer, in elements of the model's ``dtype``, ``h`` hidden,
-    ``q`` and ``k`` the widths of all query and of all key heads, ``f`` of the MLP, ``t`` tensor-parallel ranks, and
-    ``s = t`` under sequence parallelism, else 1::
-
-        4 h / s                   input and output of both norms (the output is the next matrix' input)
-        (q + 2 k) / t             the fused query, key and value, of which the values are read later
-        q / t                     only with q/k norms: the queries put side by side, their norm's input
-        (q + k) / t               rotated queries and keys, as attention reads them
-        q / t                     attention's output, which the projection reads
-        5 f / t                   gate and up, silu(gate), up again, and the product (a fused SwiGLU keeps 3 f)
-
-    and 4 bytes for each row of a norm, and for each token and query head of the fused attention's log-sums, which
-    ``selective-attention`` does not keep; nothing grows with the square of the sequence.  ``full`` keeps every layer's
-    input, ``h / s``, and one layer's all.  The head keeps input and output of the last norm.
+    Every layer's (:func:`impl.projection.activations.activation_bytes`), and input and output of the last norm.
+    Recompute ``full`` keeps every layer's input, and one layer's all.
     """
-    a, s = config.arch, tp if work.sequence_parallel else 1
-    tokens = work.rows(dp) * work.sequence
-    queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    wide = (4 if a.qk_norm else 3) * queries + 3 * keys + 5 * a.intermediate_size
-    rows = 2 / s + (a.num_attention_heads + a.num_key_value_heads) / tp * a.qk_norm
-    sums = 0 if work.recompute == "selective-attention" else a.num_attention_heads / tp
-    layer = work.size * (4 * a.hidden_size / s + wide / tp) + 4 * (rows + sums)
-    layers, head = a.num_hidden_layers, work.size * 2 * a.hidden_size / s
+    arch, tokens = config.arch, work.rows(dp) * work.sequence
+    of_layer = partial(activations.activation_bytes, arch, tokens, work.size, tp)
+    parallel = work.sequence_parallel
+    head = 2 * of_layer("layer", parallel)
     if work.recompute == "full":
-        return tokens * (layers * work.size * a.hidden_size / s + layer + head)
-    return tokens * (layers * layer + head)
+        return arch.num_hidden_layers * of_layer("layer", parallel) + of_layer("none", parallel) + head
+    return arch.num_hidden_layers * of_layer(work.recompute, parallel) + head
 
 
 def logit_bytes(config: ModelConfig, work: Workload, dp: int, tp: int) -> float:

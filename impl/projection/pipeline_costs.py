@@ -107,7 +107,7 @@ class StageCosts:
 
     forward, backward, again: by sequences of a microbatch; ``again`` is what a backward computes again although the
         graph was kept, the core attention with ``selective-attention``.
-    update: norm (where the method clips), update rules (the mean over a refresh period), decay and step.
+    update: norm, update rules (the mean over a refresh period), decay and step.
     copy: of the newest weights into the stash; load: of one version back from host memory.
     """
 
@@ -176,9 +176,9 @@ class StageCosts:
                 flat[matrix] += parameter.numel
         costs = [machine.update(rules[matrix], shape).times(count) for (matrix, shape), count in shapes.items()]
         costs += [machine.update(rules[matrix], (count,)) for matrix, count in flat.items()]
-        elements = sum(p.numel for p in self._setup.model.parameters(1, part))
-        if self._spec.clip > 0 and elements:
-            costs.append(machine.norm(elements))
+        elements, elementwise = sum(p.numel for p in self._setup.model.parameters(1, part)), sum(flat.values())
+        if elements:  # the engine takes the norm, which also finds gradients that are not finite, in any case
+            costs += [machine.norm(elements - elementwise), machine.norm(elementwise, exact=True)]
         return total([*costs, machine.apply(elements, self._dtype)]) if elements else Cost.nothing()
 
 

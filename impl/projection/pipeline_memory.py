@@ -159,7 +159,7 @@ def _activations(spec: PipelineSpec, found: Full, stage: int, size: int) -> floa
     tokens = max(pipeline_costs.rows_of(spec, found.setup)) * spec.sequence
     recompute = "selective-attention" if spec.recompute == "selective-attention" else "none"
     ids = embedding_bytes(tokens) if part.embedding else 0.0
-    whole = part.layers * activation_bytes(arch, tokens, size, 1, recompute, False, spec.sequence) + ids
+    whole = part.layers * activation_bytes(arch, tokens, size, 1, recompute, False) + ids
     if part.head:
         whole += head_bytes(arch, tokens, size, 1).kept
     given = ids if part.embedding else boundary_bytes(arch, tokens, size)
