@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the table, a CSV file")
     parser.add_argument("--fresh", action="store_true", help="measure what is there already too, into a new table")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which the rest is left out (default 600)")
-    parser.add_argument("--case-seconds", type=float, default=0.4, help="about, for each kernel (default 0.4)")
+    parser.add_argument("--case-seconds", type=float, default=0.2, help="about, for each kernel (default 0.2)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if any")
     parser.add_argument("--processes", type=int, help="busy at a time (default: as the runs have; with --model 1)")
     some = parser.add_argument_group("what runs of experiments need")

@@ -36,6 +36,8 @@ from impl.projection.machine import BYTES, Collective
 
 Kind = Literal["layer", "embedding", "head"]
 
+LAYERS = 4
+"""Most layers that are run one after the other: enough that no cache keeps weights and gradients of a small model."""
 STEP = 4.0
 """Between two neighbouring sizes of a kernel that is interpolated."""
 
@@ -61,7 +63,8 @@ class Needs:
         return out + [self._sized(key, size) for key, sizes in self._sizes.items() for size in _grid(sizes)]
 
     def block(self, model: str, kind: Kind, tp: int, rows: int, sequence: int, dtype: str, copies: int = 1) -> None:
-        """Add a part of a model; of several numbers of copies the largest counts."""
+        """Add a part of a model; of several numbers of copies the largest counts, up to :data:`LAYERS`."""
+        copies = min(copies, LAYERS)
         case = BlockCase(model=model, kind=kind, tp=tp, rows=rows, sequence=sequence, dtype=dtype, copies=copies)
         known = self._fixed.get(key := case.names()[0])
         if not isinstance(known, BlockCase) or known.copies < copies:

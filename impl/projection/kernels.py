@@ -155,7 +155,7 @@ class UpdateSets:
         self.period = int(getattr(self.rule.hyper, "period", 1))
         count = copies(2.0 * case.set_bytes)  # what the computation holds takes as much again
         if self.period > 1:
-            count = min(count, 2)  # a period is long, and most of it computes rather than reads
+            count = 1  # a period is long, and most of it computes rather than reads
         self.generator = torch.Generator(device).manual_seed(0)
         self.grads = [[torch.empty(case.shape, device=device) for _ in range(case.batch)] for _ in range(count)]
         self.states = [[self.rule.init_state(case.shape, device) for _ in range(case.batch)] for _ in range(count)]

@@ -68,13 +68,13 @@ def counted(seconds: float) -> Counted:
 
 
 def test_an_update_is_the_mean_of_a_period_for_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "copies", lambda _: 2)
+    monkeypatch.setattr(kernels, "copies", lambda _: 2)  # which a rule with a period does without
     case = UpdateCase(optimizer="soap", settings={"period": 4}, shape=(6, 4), batch=3)
     steps = iter(range(10**6))
-    bench = Counted(CPU, 0, 1, clock=lambda: 6.0 * (8.0 if next(steps) % 4 == 3 else 1.0))
+    bench = Counted(CPU, 0, 1, clock=lambda: 3.0 * (8.0 if next(steps) % 4 == 3 else 1.0))
     samples = kernels.measure(case, bench, 1e-9)
     assert samples.shape == (kernels.FEWEST, 2)
-    # 2 batches of 3 tensors: a clock of 6 is 1 a tensor; one of four steps takes eight times as long
+    # a batch of 3 tensors: a clock of 3 is 1 a tensor; one of four steps takes eight times as long
     assert samples == pytest.approx(np.tile([(3 * 1.0 + 8.0) / 4, 8.0], (kernels.FEWEST, 1)))
 
 
