@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if not due:
             continue
         print(f"{len(due)} kernels with {processes} busy process{'es' if processes > 1 else ''} on {here[1]}")
-        settings = {"processes": processes, "seconds": max(left, 1e-3), "case_seconds": args.case_seconds}
+        settings = {"processes": processes, "seconds": max(left, 1e-9), "case_seconds": args.case_seconds}
         runtime = {"device": device, "collective_timeout_s": 120.0}
         spec = parse(KernelsSpec, {"cases": [case.model_dump() for case in due], **settings, "runtime": runtime})
         with tempfile.TemporaryDirectory(prefix="kernels-") as folder:

@@ -251,7 +251,7 @@ def test_the_command_fills_a_table_and_goes_on_where_it_ended(tmp_path: Path, ca
                                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     out = tmp_path / "t.csv"
     monkeypatch.setattr(kernel_needs, "of_model", lambda *_, **__: small_needs())
-    assert main(["kernels", *TINY, "--seconds", "1e-3", "--out", str(out)]) == 0
+    assert main(["kernels", *TINY, "--seconds", "1e-9", "--out", str(out)]) == 0
     left = kernel_table.read(out)
     assert {r.n for r in left.rows} == {0}
     assert "time was used up" in left.rows[0].note
