@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find out what is needed, measure it and write the table; returns the exit code."""
-    from impl.harness import kernels_run
+    from impl.harness import kernels_run, provenance
     from impl.harness.setup import device_type
     from impl.harness.spec import parse
     from impl.projection import kernel_table
@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         )
     left = args.seconds
     code = kept = measured = left_out = 0
-    for processes, cases in sorted(_wanted(args).items()):
+    cores = provenance.hardware()["cores"] if device == "cpu" else None
+    for processes, cases in sorted(_wanted(args, cores).items()):
         known = [all(table.find(k, key, processes, size) for k, key, size in case.names()) for case in cases]
         due = tuple(case for case, known_already in zip(cases, known, strict=True) if not known_already)
         kept += sum(known)
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _wanted(args: argparse.Namespace) -> dict[int, list]:
+def _wanted(args: argparse.Namespace, cores: int | None) -> dict[int, list]:
     """Return the cases by number of processes; raises :class:`ConfigError` if nothing was asked for."""
     from impl.harness import experiments
     from impl.models import catalogue
@@ -96,7 +97,7 @@ def _wanted(args: argparse.Namespace) -> dict[int, list]:
         raise ConfigError("--seconds and --case-seconds must be above 0")
     if args.experiment:
         runs = [run for path in args.experiment for run in experiments.runs_of(path, args.tier)]
-        found = kernel_needs.of_runs(runs)
+        found = kernel_needs.of_runs(runs, cores)
         chosen = {n: needs for n, needs in found.items() if args.processes in (None, n)}
         if not chosen:
             raise ConfigError(f"--processes {args.processes}: the runs have {', '.join(map(str, sorted(found)))} ranks")

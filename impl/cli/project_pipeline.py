@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="FILE", help="YAML with settings of a pipeline run; the options override it")
     add("--model", metavar="NAME", help="of the catalogue, for example llama-7b")
     add("--hardware", required=True, metavar="NAME", help="kind and number of devices, for example rtx3090x8")
+    add("--kernels", type=Path, metavar="FILE", help="kernel table of such a device (impl kernels), before data sheets")
     add("--method", metavar="NAME", help="default basis-rotation; a wrong name lists all")
     add("--stages", type=int, metavar="P", help="pipeline stages, one a device, default 1")
     add("--layers", type=int, metavar="N", help="layers instead of the model's own number")
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stash_on_cpu:
         data["stash_on_cpu"] = True
     spec = parse(PipelineSpec, data)
-    on = machine(args.hardware, spec.stages)
+    on = machine(args.hardware, spec.stages, args.kernels)
     capacity = args.capacity_bytes or DEFAULT_CAPACITY_BYTES
     found = summary(spec, on, args.dtype, capacity_bytes=capacity)
     if found["fits"]:

@@ -63,6 +63,7 @@ def run(me: Rank) -> None:
     bench = Bench(device, me.rank, spec.processes)
     commit = provenance.git()
     facts = place(device.type, spec.runtime.threads) | {
+        "cores": provenance.hardware()["cores"] if device.type == "cpu" else 0,
         "commit": (commit["commit"] or "unknown")[:12] + ("+changes" if commit["dirty"] else ""),
         "date": provenance.now()[:10],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from impl.errors import ConfigError
@@ -11,7 +12,8 @@ from impl.harness.pipeline_projection_spec import CaseEntry, Cell, MethodEntry, 
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.models import catalogue
 from impl.projection import hardware, pipeline, pipeline_memory, uncertain
-from impl.projection.machine import Machine, Roofline
+from impl.projection.machine import Machine
+from impl.projection.measured import load_machine
 from impl.projection.pipeline import Projection
 from impl.projection.pipeline_costs import full
 from impl.projection.pipeline_memory import StageMemory
@@ -19,13 +21,16 @@ from impl.projection.uncertain import Samples
 from impl.rotation.method import create_method
 
 
-def machine(name: str, stages: int) -> Machine:
-    """Return the machine ``name``, known by its data sheets; raises :class:`ConfigError` if ``stages`` are too many."""
-    found = hardware.load(name)
-    if stages > found.count:
-        kind, _ = hardware.split(name)
-        raise ConfigError(f"{stages} stages need {stages} devices: {name} has {found.count}, write {kind}x{stages}")
-    return Roofline(found)
+def machine(name: str, stages: int, kernels: Path | None = None) -> Machine:
+    """Return the machine ``name``, known by its data sheets and, as far as there are any, measured ``kernels``.
+
+    Raises :class:`ConfigError` if it has fewer than ``stages`` devices.
+    """
+    if name != hardware.LOCAL:
+        kind, count = hardware.split(name)
+        if stages > count:
+            raise ConfigError(f"{stages} stages need {stages} devices: {name} has {count}, write {kind}x{stages}")
+    return load_machine(name, kernels, stages, pipeline=True)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def _pipeline(name: str, run: Run, spec: PipelineSpec, frame: pd.DataFrame, kern
     ends = frame.loc[(frame["quantity"] == "elapsed") & (frame["status"] == "done")].sort_values("update")
     gaps = np.diff(ends["value"].to_numpy(float))[FILLING:]
     try:
-        found = pipeline.project(spec, load_machine("local", kernels, spec.world_size))
+        found = pipeline.project(spec, load_machine("local", kernels, spec.world_size, pipeline=True))
     except ConfigError as error:
         yield {**keys, "status": "not projected", "reason": str(error)}
         return

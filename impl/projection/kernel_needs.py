@@ -123,8 +123,11 @@ def _grid(sizes: set[int]) -> list[int]:
     return sorted({round(low * (high / low) ** (i / count)) for i in range(count + 1)})
 
 
-def of_runs(runs: Sequence[Run]) -> dict[int, Needs]:
+def of_runs(runs: Sequence[Run], cores: int | None = None) -> dict[int, Needs]:
     """Return what ``runs`` of step-time and pipeline experiments need, by their number of ranks.
+
+    cores: that all ranks share.  Stages of a pipeline take turns, so that no more of them than cores need be busy at
+        the same time; the ranks of a training step all are.
 
     Raises :class:`ConfigError` for runs of another kind.
     """
@@ -135,7 +138,10 @@ def of_runs(runs: Sequence[Run]) -> dict[int, Needs]:
             raise ConfigError(
                 f"{run.name} is a run of {run.command}: only step-time and pipeline experiments are timed"
             )
-        needs = found.setdefault(spec.world_size, Needs(spec.world_size))
+        busy = spec.world_size
+        if isinstance(spec, PipelineSpec) and cores is not None:
+            busy = min(busy, cores)
+        needs = found.setdefault(busy, Needs(busy))
         if isinstance(spec, StepTimeSpec):
             for system in spec.systems:
                 _training(needs, system.run_spec(spec.base))

@@ -35,6 +35,7 @@ class Row:
     seconds, q25, q75: median and quartiles of ``n`` samples; NaN with ``n`` 0 where it was not measured.
     spike: seconds of the slowest step of a refresh period, where ``seconds`` is the mean over a period; else NaN.
     backend: ``cpu`` or ``cuda``.  device: as the driver names it.  threads: of a process.
+    cores: that all processes share, 0 where each has a GPU.
     commit, date: of the code and the measurement.  note: why there is no time.
     """
 
@@ -52,6 +53,7 @@ class Row:
     dtype: str
     torch: str
     threads: int
+    cores: int
     commit: str
     date: str
     note: str = ""
@@ -87,6 +89,11 @@ class Table:
     def backend(self) -> str:
         """``cpu`` or ``cuda``."""
         return self.rows[0].backend if self.rows else ""
+
+    @property
+    def cores(self) -> int | None:
+        """The cores that all processes share, None where each has a device of its own."""
+        return (self.rows[0].cores or None) if self.rows else None
 
     @cached_property
     def _measured(self) -> dict[Identity, Row]:

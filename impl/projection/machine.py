@@ -98,6 +98,11 @@ class Machine(Protocol):
         ...
 
     @property
+    def cores(self) -> int | None:
+        """CPU cores that all ranks share, None where each has a device of its own."""
+        ...
+
+    @property
     def devices_per_node(self) -> int:
         """Ranks that fill a node before the next one begins."""
         ...
@@ -150,6 +155,7 @@ class Roofline:
     _updates: dict[tuple[str, str, Shape], Cost] = field(default_factory=dict)
 
     shared = False
+    cores = None
 
     @property
     def name(self) -> str:

@@ -61,6 +61,11 @@ class Measured:
         """Whether communication runs on the cores that compute, as on a CPU."""
         return self.table.backend == "cpu"
 
+    @property
+    def cores(self) -> int | None:
+        """The cores that all ranks share, None where each has a device."""
+        return self.table.cores
+
     def on(self, processes: int) -> Measured:
         """Return the same machine with another number of busy processes."""
         return dataclasses.replace(self, processes=processes)
@@ -97,7 +102,7 @@ class Measured:
         kernel = "norm-exact" if exact else "norm"
         found = self._sized(kernel, "float32", elements)
         if found is None and self.fallback is not None:
-            return self.fallback.norm(elements)
+            return self.fallback.norm(elements, exact=exact)
         return found or self._missing(f"{kernel} {elements}")
 
     def attention(self, block: Block) -> Cost:
@@ -192,12 +197,13 @@ def _name(row: Row) -> str:
     return f"{row.device}/{kernel_table.describe(*row.identity)}"
 
 
-def load_machine(hardware: str | None, kernels: Path | None, ranks: int = 1) -> Machine:
+def load_machine(hardware: str | None, kernels: Path | None, ranks: int = 1, *, pipeline: bool = False) -> Machine:
     """Return the machine ``hardware`` (for example ``h100x256``), with measured kernels where the table has them.
 
     hardware: ``local`` or None is the machine of the table alone.
     ranks: of what is projected.  On a CPU they share its cores, so kernels count that were measured with as many busy
         processes; a GPU has one.
+    pipeline: the ranks are stages, which take turns: no more of them than cores are busy at the same time.
 
     Raises :class:`ConfigError` if the table is of another device, cannot be read, or is needed and not there.
     """
@@ -210,7 +216,8 @@ def load_machine(hardware: str | None, kernels: Path | None, ranks: int = 1) -> 
             )
             raise ConfigError(f"{what}, or a table of `python -m impl kernels`")
         table = _filled(kernels)
-        return Measured(table, ranks if table.backend == "cpu" else 1)
+        busy = min(ranks, table.cores or ranks) if pipeline else ranks
+        return Measured(table, busy if table.backend == "cpu" else 1)
     roofline = Roofline(hardware_module.load(hardware))
     if kernels is None:
         return roofline

@@ -171,12 +171,20 @@ def project(
     pieces = [dict(stage.pieces()) for stage in stages]
     track = play(timed, setup, pieces, Links(timed, setup, machine, dtype), shared=machine.shared)
     silent = play(timed, setup, pieces, None, shared=machine.shared)
-    update_s = _pace(track, pipeline, as_run)
     per_update = track.busy() / setup.schedule.updates
-    saved = update_s - _pace(silent, pipeline, as_run)
+    update_s = _on_cores(_pace(track, pipeline, as_run), track, machine)
+    saved = update_s - _on_cores(_pace(silent, pipeline, as_run), silent, machine)
     exposed = np.where(saved > ROUNDING * update_s, saved, 0.0)
     bubble = 1.0 - per_update / (spec.stages * update_s)
     return Projection(spec, update_s, bubble, exposed, track, pipeline)
+
+
+def _on_cores(pace: Samples, track: Track, machine: Machine) -> Samples:
+    """Return ``pace``, or what the work of all stages, messages included, takes on the cores that they share."""
+    if machine.cores is None:
+        return pace
+    work = sum((slot.end - slot.start for slot in track.slots), np.zeros(1 + DRAWS))
+    return np.maximum(pace, work / len(track.ends) / machine.cores)
 
 
 def play(

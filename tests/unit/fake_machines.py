@@ -20,6 +20,7 @@ class Altered:
     compute: Callable[[Cost], Cost] = field(default=lambda cost: cost)
     network: Callable[[Cost], Cost] = field(default=lambda cost: cost)
     shared: bool = False
+    cores: int | None = None
     name: str = "altered"
     memory_bytes: int | None = None
     devices_per_node: int = 8
@@ -59,6 +60,7 @@ class Plain:
     """A machine of whole numbers: an update takes its matrix' rows, an exchange its bytes; the rest is free."""
 
     shared: bool = False
+    cores: int | None = None
     name: str = "plain"
     memory_bytes: int | None = None
     devices_per_node: int = 8

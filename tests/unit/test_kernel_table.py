@@ -19,7 +19,7 @@ from impl.projection.machine import Block
 
 def row(**changes: Any) -> Row:
     times = {"seconds": 2e-3, "q25": 1e-3, "q75": 4e-3, "n": 9, "spike": math.nan}
-    place = {"backend": "cpu", "device": "Some CPU, 2 cores", "torch": "2.13.0", "threads": 1}
+    place = {"backend": "cpu", "device": "Some CPU, 2 cores", "torch": "2.13.0", "threads": 1, "cores": 2}
     base = {"kernel": "norm", "key": "float32", "size": 100, "processes": 2, "dtype": "float32"}
     return Row(**{**base, **times, **place, "commit": "abc", "date": "2026-01-01", **changes})
 

@@ -35,6 +35,7 @@ class Toy:
     bandwidth: float = float("inf")
     copy_s: float = 0.0
     shared: bool = False
+    cores: int | None = None
     name: str = "toy"
     memory_bytes: int | None = None
     devices_per_node: int = 8
@@ -120,6 +121,15 @@ def test_two_stages_with_messages_by_hand():
     # F0 F1 B0 B1 on the last stage; the first stage waits for both gradients on their way back
     assert nominal(found) == pytest.approx(3 * (FORWARD + BACKWARD) + 2 * c + UPDATE)
     assert found.exposed_s[0] == pytest.approx(2 * c)
+
+
+def test_stages_that_share_a_core_take_the_sum_of_their_work():
+    spec = settings("pipedream", 4, steps=40)
+    alone, two, one = (project(spec, Toy(shared=True, cores=cores), as_run=True) for cores in (None, 2, 1))
+    work = 4 * (FORWARD + BACKWARD + UPDATE)
+    assert nominal(alone) == pytest.approx(work / 4)
+    assert nominal(two) == pytest.approx(work / 2)
+    assert nominal(one) == pytest.approx(work)
 
 
 def test_shared_cores_pay_for_a_message_on_both_sides():
