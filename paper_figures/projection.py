@@ -21,6 +21,8 @@ TIMES = {
     "exposed_communication": "exposed communication, s",
     "iteration": "iteration, s",
 }
+SAME = 0.01
+"""Optimizer steps that differ by less are as fast."""
 SWEEPS = {
     "few": "Fewer GPUs (C9, C10)",
     "a100": "On A100s",
@@ -63,7 +65,7 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         if len(rows):
             keys = ("model_name", "optimizer_name", "dp", "tp", "system_name", "varied")
             header = ["model", "optimizer", "DP", "TP", "system", "setting"]
-            blocks += [f"## {title}", _times(rows, keys, header)]
+            blocks += [f"## {title}", _capacity(rows) if grid == "capacity" else "", _times(rows, keys, header)]
     blocks += [projected.evidence(main), projected.reasons(frame)]
     return markdown.document("What a step costs on 256 GPUs", *blocks)
 
@@ -112,6 +114,24 @@ def _times(frame: pd.DataFrame, keys: tuple[str, ...], header: list[str]) -> str
         mfu = projected.cell(mine, "mfu", 0)
         rows.append([*labels, *cells, ratio, mfu, projected.gigabytes(mine, "memory")])
     return markdown.table([*header, *TIMES.values(), f"optimizer step / {name}", "MFU, %", "memory, GB"], rows)
+
+
+def _capacity(frame: pd.DataFrame) -> str:
+    """Return in words from which micro-group capacity on the optimizer step is as fast as it gets."""
+    steps = common.records(common.where(frame, quantity="optimizer"))
+    if not steps:
+        return ""
+    fastest = min(float(row["value"]) for row in steps)
+    enough = next(row for row in steps if float(row["value"]) <= (1 + SAME) * fastest)
+    held = common.where(frame, quantity="memory/micro_groups")
+    sizes = dict(zip(held["varied"], common.numbers(held, "value"), strict=True))
+    capacity = int(str(enough["varied"]).partition("=")[2])
+    return (
+        f"From {capacity / 2**20:.0f} MiB on (fp32 gradient shards per host and source) the step is within {SAME:.0%} of "
+        f"its fastest; the buffers of its micro-groups take {sizes[enough['varied']] / 1e9:.1f} GB there and "
+        f"{max(sizes.values()) / 1e9:.1f} GB at the largest capacity. Published: 512 MB is enough, more only costs memory "
+        "(which bytes are counted is not said)."
+    )
 
 
 def _memory(frame: pd.DataFrame) -> str:

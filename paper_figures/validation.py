@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from paper_figures import common, markdown, projected, style
 
@@ -107,7 +108,7 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     result = Figure(figsize=(style.TWO_COLUMNS_IN, 2.5), layout="constrained")
     axes = result.subplots(1, max(len(names), 1), squeeze=False)[0]
     experiments = projected.order([str(v) for v in rows["experiment"]])
-    colours = style.palette([(name, name) for name in experiments])
+    colours = style.palette([(name, name) for name in experiments], known=())
     for axis, name in zip(axes, names, strict=True):
         mine = common.where(rows, quantity=name)
         ends = [v for c in ("measured", "predicted") for v in common.numbers(mine, c)]
@@ -119,6 +120,10 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
             _points(axis, own, key, colours)
         axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="measured, s")
         axis.set_title(QUANTITIES[name])
+        for line in (axis.xaxis, axis.yaxis):
+            line.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            line.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            line.set_minor_locator(NullLocator())
         axis.set_aspect("equal")
     axes[0].set_ylabel("predicted, s")
     handles: list[Any] = [
