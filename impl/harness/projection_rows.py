@@ -32,6 +32,8 @@ QUANTITIES = {
     "optimizer_step": "s",
     "parameter_gather": "s",
     "exposed_communication": "s",
+    "waiting_for_ranks": "s",
+    "rest": "s",
     "tokens_per_s": "tokens/s",
     "mfu": "share",
 }

@@ -14,6 +14,7 @@ FIELDS = {
     "optimizer_step_s": "optimizer_step",
     "parameter_gather_s": "parameter_gather",
     "exposed_communication_s": "exposed_communication",
+    "waiting_for_ranks_s": "waiting_for_ranks",
     "tokens_per_s": "tokens_per_s",
     "mfu": "mfu",
 }
@@ -25,6 +26,7 @@ TITLES = {
     "optimizer_step_s": "  its step",
     "parameter_gather_s": "  its blocking gather of parameters",
     "exposed_communication_s": "exposed communication",
+    "waiting_for_ranks_s": "waiting for slower ranks",
 }
 COVERED = "90 of 100 draws of the inputs lie in it"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from impl.projection.uncertain import DRAWS, Cost, Samples, shares
 
 Array = NDArray[np.float64]
 COMPUTE = "compute"
+SLOWER = "waiting for slower ranks"
+"""Evidence of idle time."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Op:
     start, end: seconds ``[1 + DRAWS, *mesh]``.
     bytes: logical bytes that every rank moves ``[*mesh]``, counted like :class:`impl.canzona.collectives.Ledger`, under
         ``dimension`` (``dp``, ``tp``, ``world`` or ``pp``); 0 for compute.
-    waiting: the stream only waits for another one: exposed communication.
+    waiting: the stream only waits for another one.  idle: because other ranks are not there yet, so that it is no
+        communication that is exposed.
+    ready: when each rank itself could have begun; :attr:`start` is later where it has to meet a slower one.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Op:
     bytes: Array
     dimension: str = ""
     waiting: bool = False
+    idle: bool = False
+    ready: Array | None = None
 
     @property
     def seconds(self) -> Array:
@@ -60,6 +66,7 @@ class Timeline:
     shared: bool = False
     ops: list[Op] = field(default_factory=list)
     _free: dict[str, Array] = field(default_factory=dict)
+    _met: dict[str, list[Op]] = field(default_factory=dict)
 
     def stream(self, name: str) -> str:
         """Return the stream on which ``name`` really runs."""
@@ -90,19 +97,29 @@ class Timeline:
         """
         seconds = self._array(cost.seconds) if isinstance(cost, Cost) else cost
         known = cost.evidence if isinstance(cost, Cost) else evidence or {}
-        start = self._ready(stream, after)
+        start = ready = self._ready(stream, after)
         if axes := tuple(axis + 1 for axis in meet):
             start = start.max(axis=axes, keepdims=True)
-        sent = np.asarray(bytes, dtype=float)
-        op = Op(name, self.stream(stream), phase, start, start + seconds, known, sent, dimension)
+        sent, on = np.asarray(bytes, dtype=float), self.stream(stream)
+        op = Op(name, on, phase, start, start + seconds, known, sent, dimension, ready=ready)
+        if on != COMPUTE and start.shape != ready.shape:
+            self._met.setdefault(on, []).append(op)
         return self._append(op)
 
     def wait(self, ops: Iterable[Op], phase: str) -> Op | None:
-        """Let the compute stream wait for ``ops``, as ``phase``; return the wait, None where all are on that stream."""
+        """Let the compute stream wait for ``ops``, as ``phase``; return the wait, None where all are on that stream.
+
+        Where collectives could not begin because other ranks were late, that part of the wait comes first and is
+        ``idle``.
+        """
         due = [op for op in ops if op.stream != COMPUTE]
         if not due:
             return None
         start, end = self.free(COMPUTE), self._ready(COMPUTE, due)
+        late = self._late({op.stream for op in due}, start, end)
+        if late.any():
+            op = Op("wait for slower ranks", COMPUTE, phase, start, start + late, {SLOWER: 1.0}, np.zeros(()))
+            start = self._append(replace(op, waiting=True, idle=True)).end
         known = shares([(op.evidence, float(op.seconds[0].max())) for op in due])
         names = due[0].name if len(due) == 1 else f"{due[0].name} and {len(due) - 1} more"
         return self._append(Op(f"wait for {names}", COMPUTE, phase, start, end, known, np.zeros(()), waiting=True))
@@ -154,6 +171,17 @@ class Timeline:
 
     def _compute(self, phases: Sequence[str]) -> list[Op]:
         return [op for op in self.ops if op.stream == COMPUTE and (not phases or op.phase in phases)]
+
+    def _late(self, streams: Iterable[str], start: Array, end: Array) -> Array:
+        """Return how long between ``start`` and ``end`` collectives waited for their last rank."""
+        late = np.zeros_like(end)
+        for stream in streams:
+            met = self._met.get(stream, [])
+            for op in met:
+                assert op.ready is not None, "of a meeting"
+                late = late + np.clip(np.minimum(op.start, end) - np.maximum(op.ready, start), 0.0, None)
+            self._met[stream] = [op for op in met if (op.start > end).any()]
+        return np.minimum(late, end - start)
 
     def _ready(self, stream: str, after: Iterable[Op]) -> Array:
         ready = self.free(stream)

@@ -61,7 +61,7 @@ class Projection:
 
     @property
     def parameter_gather(self) -> Samples:
-        """One blocking gather of all parameters where the plan has it, waiting for slower owners included."""
+        """One blocking gather of all parameters where the plan has it; waiting for slower owners is not part of it."""
         return slowest(list(self.once))
 
     @property
@@ -71,8 +71,21 @@ class Projection:
 
     @property
     def exposed_communication(self) -> Samples:
-        """What the busiest rank's compute stream waits for or blocks on: activations, gradients, parameters."""
+        """Communication that a compute stream waits for or blocks on: activations, gradients, parameters.
+
+        Of the rank that has most; without :attr:`waiting_for_ranks`.
+        """
         return slowest(self._exposed)
+
+    @property
+    def waiting_for_ranks(self) -> Samples:
+        """How long the rank with least to do waits for others before a collective can begin: imbalance."""
+        return slowest([op for op in self._compute if op.idle])
+
+    @property
+    def rest(self) -> Samples:
+        """The iteration less :attr:`optimizer`: what the published times of forward and backward are."""
+        return self.iteration - self.optimizer
 
     @property
     def phases(self) -> dict[str, Samples]:
@@ -107,7 +120,7 @@ class Projection:
 
     @property
     def _exposed(self) -> list[Op]:
-        return [op for op in self._compute if op.waiting or op.dimension]
+        return [op for op in self._compute if (op.waiting and not op.idle) or op.dimension]
 
     def _of(self, *phases: str) -> list[Op]:
         return [op for op in self._compute if op.phase in phases]
