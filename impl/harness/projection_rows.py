@@ -45,9 +45,11 @@ SETTINGS = ("strategy", "nv_version", "tp_update", "dp", "tp", "gpus", "hardware
 COLUMNS = (
     *(*CASE, *SETTINGS, "varied", "reference", "status", "reason"),
     *("quantity", "value", "low", "high", "ratio", "ratio_low", "ratio_high", "unit", "kind", "evidence"),
+    "comparable",
 )
 """Columns of the table: a row per case and quantity.
 
+comparable: of a claim, whether a ratio to the published value says anything.
 low, high: the band of the inputs' draws.  ratio: of the value to the reference system's, with the band of the paired
 draws.  kind: ``projected`` for times, ``planned`` for bytes of memory.  evidence: share of the time by source, JSON.
 varied: the setting that a sweep changes, as ``name=value``.
@@ -157,11 +159,9 @@ class _Claimed:
                     continue
                 keys = {name: getattr(claim, name) for name in ("model", "optimizer", "dp", "tp", "quantity", "reason")}
                 keys |= {"varied": claim.id, "system": system, "system_name": self._names[system]}
-                keys |= {
-                    "reference": claim.baseline,
-                    "kind": "projected",
-                    "unit": QUANTITIES.get(claim.quantity, "share"),
-                }
+                kind = "projected" if claim.quantity in QUANTITIES else "planned"
+                keys |= {"reference": claim.baseline, "kind": kind, "comparable": claim.comparable}
+                keys |= {"unit": QUANTITIES.get(claim.quantity, "share")}
                 samples = self._found.get((claim.id, system))
                 if samples is None:
                     yield {**keys, "status": "not projected"}
@@ -174,7 +174,7 @@ class _Claimed:
 
 
 def _claimed(found: Projection, quantity: str, machine: Machine) -> Samples:
-    """Return the samples of a claim's quantity: a time, or the ``temporary_share`` of the card's memory.
+    """Return the samples of a claim's quantity: a time, or the planned ``temporary_share`` of the card's memory.
 
     That is what comes and goes in a step without activations: the exchange of micro-groups, one gather of all
     parameters, or the loss, whichever is largest.

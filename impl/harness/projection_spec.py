@@ -17,6 +17,7 @@ from impl.harness.spec import Frozen, load_yaml, parse
 from impl.harness.step_time_spec import System
 from impl.harness.tiers import Id, Tier, no_duplicates, of_tier
 from impl.models import catalogue
+from impl.projection import hardware
 from impl.projection.training import TpUpdate, Uneven, Workload
 
 
@@ -59,7 +60,7 @@ class Claim(Frozen):
 
     id: in ``results/published``.  grid, optimizer, model, dp, tp: the case that is compared.
     quantity: what; baseline, system: whose values are published, baseline over system.
-    reason: why the two need not, or cannot, agree.
+    reason: why the two need not, or cannot, agree.  comparable: whether a ratio of the two says anything.
     """
 
     id: str
@@ -72,6 +73,7 @@ class Claim(Frozen):
     baseline: Id | None = None
     system: Id
     reason: str
+    comparable: bool = True
 
 
 class ProjectionTier(Frozen):
@@ -108,9 +110,13 @@ class ProjectionSpec(Frozen):
         return self
 
     def cases(self, tier: str) -> Iterator[Case]:
-        """Return every projection of ``tier``, those of one comparison together."""
+        """Return every projection of ``tier``, those of one comparison together.
+
+        Raises :class:`ConfigError` for an unknown optimizer, system, setting or kind of hardware.
+        """
         chosen: ProjectionTier = of_tier(self.tiers, tier)
         for grid in chosen.grids:
+            hardware.split(f"{grid.hardware}x1")
             entries = _chosen("optimizer of this experiment", grid.optimizers, self.optimizers)
             systems = _chosen("system of this experiment", grid.systems, self.systems)
             varied = [(name, value) for name, values in grid.vary.items() for value in values] or [None]

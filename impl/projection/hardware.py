@@ -50,12 +50,13 @@ class Assumption(Frozen):
 class Device(Frozen):
     """One accelerator.
 
-    name: part of the name that torch gives it; kernel tables of devices so named apply.
+    names: that torch gives it; kernel tables of devices so named apply.
     memory_bytes: that a process can allocate.  peak_flops: dense operations a second, by precision.
-    memory_bandwidth: bytes a second.  launch: seconds between two kernels that the host sends off one by one.
+    memory_bandwidth: bytes a second.  launch: seconds between two kernels that the host sends off one by one,
+        an assumption that may be off by a factor of 2.
     """
 
-    name: str
+    names: tuple[str, ...] = Field(min_length=1)
     memory_bytes: int = Field(gt=0)
     peak_flops: dict[Precision, float]
     memory_bandwidth: float = Field(gt=0)
@@ -64,7 +65,7 @@ class Device(Frozen):
 
 
 class LinkSpec(Frozen):
-    """A link: bytes a second of one device in one direction, seconds a hop."""
+    """A link: bytes a second of one device in one direction, seconds a hop (which may be off by a factor of 2)."""
 
     bandwidth: float = Field(gt=0)
     latency: float = Field(gt=0)
@@ -126,6 +127,11 @@ class Hardware:
         """Of one device."""
         return self.spec.device.memory_bytes
 
+    @property
+    def launch(self) -> Samples:
+        """Seconds a kernel launch ``[1 + DRAWS]``."""
+        return _within_two(self.spec.device.launch).draws(f"{self.spec.id}/launch")
+
     def reached(self, what: Reached) -> Samples:
         """Return the efficiency of ``what`` ``[1 + DRAWS]``: equal draws on all machines of a kind."""
         return self.spec.efficiency[what].range.draws(f"{self.spec.id}/{what}")
@@ -142,16 +148,22 @@ class Hardware:
         rank can use no more than its link inside the node.
         """
         node, network = self.spec.node, self.spec.network
-        latency = uncertain.exact
         if (group.ranks - 1) * group.stride < node.devices:
             evidence = f"link: {node.bandwidth / 1e9:g} GB/s in a node at {self.assumption('node')}"
-            return Link(node.bandwidth * self.reached("node"), latency(node.latency), evidence)
+            hop = _within_two(node.latency).draws(f"{self.spec.id}/node latency")
+            return Link(node.bandwidth * self.reached("node"), hop, evidence)
         together = max(1, node.devices // group.stride)
         outside = together * network.bandwidth * self.reached("network")
         bandwidth = outside if together == 1 else outside.clip(max=node.bandwidth * self.reached("node"))
         shared = f" x {together} devices of a node" if together > 1 else ""
         evidence = f"link: {network.bandwidth / 1e9:g} GB/s between nodes{shared} at {self.assumption('network')}"
-        return Link(bandwidth, latency(network.latency), evidence)
+        hop = _within_two(network.latency).draws(f"{self.spec.id}/network latency")
+        return Link(bandwidth, hop, evidence)
+
+
+def _within_two(value: float) -> uncertain.Range:
+    """Return the range of an assumption that may be off by a factor of 2."""
+    return uncertain.Range(value / 2, value, 2 * value)
 
 
 def names(folder: Path = FOLDER) -> list[str]:

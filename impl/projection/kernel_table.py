@@ -221,7 +221,8 @@ def block_key(block: Block, kind: str | None = None) -> str:
         "layer": [f"h{a.hidden_size}", f"f{a.intermediate_size}", heads + ("-norm" if a.qk_norm else "")],
         "attention": [heads],
     }.get(kind, [f"h{a.hidden_size}", f"v{a.vocab_size}"])
-    return " ".join([kind, *parts, f"tp{block.tp}", f"{block.rows}x{block.sequence}", block.dtype])
+    cut = f"tp{block.tp}" + (f"-sp{block.norm_ranks}" if block.norm_ranks > 1 else "")
+    return " ".join([kind, *parts, cut, f"{block.rows}x{block.sequence}", block.dtype])
 
 
 _TURNS = {"stagger", "offset"}

@@ -17,7 +17,7 @@ from impl.errors import ConfigError
 from impl.models.catalogue import Architecture
 from impl.optimizers.base import Optimizer, Shape
 from impl.projection.hardware import Group, Hardware, Precision, Reached
-from impl.projection.uncertain import Cost, Samples, exact, total
+from impl.projection.uncertain import Cost, total
 
 CopyTo = Literal["device", "host"]
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send"]
@@ -32,6 +32,7 @@ class Block:
 
     kind: one ``layer``, the ``embedding``, or the ``head``: final norm, output matrix and loss.
     rows: sequences of the microbatch, ``sequence`` tokens each.  dtype: of weights and activations.
+    norm_ranks: tensor-parallel ranks that share the tokens of norms and residual sums (sequence parallelism).
     """
 
     arch: Architecture
@@ -40,6 +41,16 @@ class Block:
     rows: int
     sequence: int
     dtype: str
+    norm_ranks: int = 1
+
+    @property
+    def weights(self) -> float:
+        """Elements of this rank's weight matrices, the embedding's table included."""
+        a = self.arch
+        if self.kind != "layer":
+            return a.hidden_size * a.vocab_size / self.tp
+        queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+        return a.hidden_size * (2.0 * queries + 2.0 * keys + 3.0 * a.intermediate_size) / self.tp
 
     @property
     def tokens(self) -> int:
@@ -49,14 +60,7 @@ class Block:
     @property
     def product_flops(self) -> float:
         """FLOPs of the forward's products of activations and weights on this rank."""
-        a = self.arch
-        if self.kind == "embedding":
-            return 0.0
-        if self.kind == "head":
-            return 2.0 * self.tokens * a.hidden_size * a.vocab_size / self.tp
-        queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-        weights = a.hidden_size * (2 * queries + 2 * keys + 3 * a.intermediate_size)
-        return 2.0 * self.tokens * weights / self.tp
+        return 0.0 if self.kind == "embedding" else 2.0 * self.tokens * self.weights
 
     @property
     def attention_flops(self) -> float:
@@ -70,12 +74,13 @@ class Block:
     def elementwise_bytes(self) -> float:
         """Bytes that the forward's norms, activation, residual sums and loss read and write on this rank."""
         a, size = self.arch, BYTES[self.dtype]
+        hidden = a.hidden_size / self.norm_ranks
         if self.kind == "embedding":
-            return 3.0 * size * self.tokens * a.hidden_size
+            return 3.0 * size * self.tokens * hidden
         if self.kind == "head":
-            return self.tokens * (4.0 * size * a.hidden_size + 10.0 * a.vocab_size / self.tp)
+            return self.tokens * (4.0 * size * hidden + 10.0 * a.vocab_size / self.tp)
         rotated = a.num_attention_heads + a.num_key_value_heads
-        width = 10.0 * a.hidden_size + (4.0 * rotated * a.head_dim + 5.0 * a.intermediate_size) / self.tp
+        width = 10.0 * hidden + (4.0 * rotated * a.head_dim + 5.0 * a.intermediate_size) / self.tp
         return size * self.tokens * width
 
 
@@ -177,9 +182,13 @@ class Roofline:
         return self._block(block, 1.0)
 
     def backward(self, block: Block) -> Cost:
-        """Return twice the forward, and the gradients' way into the fp32 buffer."""
-        elements = block.product_flops / (2.0 * max(block.tokens, 1))
-        return self._block(block, 2.0) + self._passes((8 + BYTES[block.dtype]) * elements)
+        """Return twice the forward, and all passes over gradients.
+
+        They are added to the fp32 buffer, which is set to zero before and scaled after: 20 bytes an element, and those
+        of their own dtype.  Zero and scale come once a step, so they are counted too often with several microbatches.
+        """
+        gradients = (20.0 + BYTES[block.dtype] * (3 if block.kind == "embedding" else 1)) * block.weights
+        return self._block(block, 2.0) + self._passes(gradients)
 
     def update(self, optimizer: Optimizer, shape: Shape) -> Cost:
         """Return the time of the optimizer's :class:`impl.optimizers.base.Work`."""
@@ -188,8 +197,7 @@ class Roofline:
             work = optimizer.work(shape)
             parts = [self._product(flops, dtype) for dtype, flops in work.products.items()]
             parts += [self._compute(work.qr, "float32", "qr"), self._compute(work.eigh, "float32", "eigh")]
-            parts += [self._passes(work.passes), self._launches(work.kernels)]
-            self._updates[key] = total([part for part in parts if part.seconds[0] > 0])
+            self._updates[key] = self._launched([*parts, self._passes(work.passes)], work.kernels)
         return self._updates[key]
 
     def apply(self, elements: int, dtype: str) -> Cost:
@@ -197,15 +205,15 @@ class Roofline:
         return self._passes((20 + (0 if dtype == "float32" else 4 + BYTES[dtype])) * elements)
 
     def norm(self, elements: int, *, exact: bool = False) -> Cost:
-        """Return a pass over the gradients, and one over their squares in float64; ``exact`` takes them apart in limbs.
+        """Return 36 bytes an element: gradients to float64, squared, summed; ``exact`` takes the squares apart.
 
         A limb takes 88 bytes an element.  Five are assumed: squares of 48 bits that differ by 2^40.
         """
-        return self._passes((36.0 + LIMBS_USED * 88.0 if exact else 20.0) * elements)
+        return self._passes((36.0 + (LIMBS_USED * 88.0 if exact else 0.0)) * elements)
 
     def attention(self, block: Block) -> Cost:
         """Return the fused attention kernel of one forward."""
-        return self._compute(block.attention_flops, _precision(block.dtype), "attention") + self._launches(1)
+        return self._launched([self._compute(block.attention_flops, _precision(block.dtype), "attention")], 1)
 
     def copy(self, count: float, where: CopyTo) -> Cost:
         """Return a pass that reads and writes, or the way over the host's link."""
@@ -216,7 +224,7 @@ class Roofline:
         return Cost.of(count / link.bandwidth / self.hardware.reached("host") + link.latency, evidence)
 
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
-        """Return bandwidth and latency of a ring, of unequal segments those of a chain from or to each root.
+        """Return bandwidth and latency of a ring; of unequal segments all bytes, and a tree of hops for each root.
 
         An all-reduce of few bytes takes a tree instead, as NCCL's do, whose latency grows with the logarithm of the
         ranks.
@@ -247,9 +255,8 @@ class Roofline:
             self._product(times * block.product_flops, block.dtype),
             self._compute(times * block.attention_flops, _precision(block.dtype), "attention"),
             self._passes(times * block.elementwise_bytes),
-            self._launches(times * {"layer": 25, "embedding": 2, "head": 8}[block.kind]),
         ]
-        return total([part for part in parts if part.seconds[0] > 0])
+        return self._launched(parts, times * {"layer": 25, "embedding": 2, "head": 8}[block.kind])
 
     def _product(self, flops: float, dtype: str) -> Cost:
         return self._compute(flops, _precision(dtype), "product" if dtype == "bfloat16" else "product_fp32")
@@ -269,15 +276,14 @@ class Roofline:
         reached = f"{self.hardware.assumption('memory')} of {bandwidth / 1e12:g} TB/s"
         return Cost.of(count / bandwidth / self.hardware.reached("memory"), f"roofline: memory at {reached}")
 
-    def _launches(self, kernels: float) -> Cost:
-        seconds = kernels * self.hardware.spec.device.launch
-        return Cost.of(exact(seconds), f"assumption: {self.hardware.spec.device.launch * 1e6:g} us a kernel launch")
+    def _launched(self, parts: Sequence[Cost], kernels: float) -> Cost:
+        """Return the work of ``parts``, or the time that the host needs to send off its kernels if that is longer."""
+        work = total([part for part in parts if part.seconds[0] > 0])
+        launches = kernels * self.hardware.launch
+        source = f"assumption: {self.hardware.spec.device.launch * 1e6:g} us a kernel launch"
+        evidence = work.evidence if work.seconds[0] >= launches[0] else {source: 1.0}
+        return Cost(np.maximum(work.seconds, launches), evidence)
 
 
 def _precision(dtype: str) -> Precision:
     return "bfloat16" if dtype == "bfloat16" else "float64" if dtype == "float64" else "float32"
-
-
-def slowest(costs: Sequence[Cost]) -> Samples:
-    """Return the largest seconds of ``costs`` in each draw."""
-    return np.max([cost.seconds for cost in costs], axis=0)

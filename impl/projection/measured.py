@@ -221,10 +221,10 @@ def load_machine(hardware: str | None, kernels: Path | None, ranks: int = 1, *, 
     roofline = Roofline(hardware_module.load(hardware))
     if kernels is None:
         return roofline
-    table, wanted = _filled(kernels), roofline.hardware.spec.device.name
-    if wanted not in table.device:
+    table, wanted = _filled(kernels), roofline.hardware.spec.device.names
+    if table.device not in wanted:
         raise ConfigError(
-            f"{kernels} was measured on {table.device}, which is no {wanted}: give the hardware that it is of, or "
+            f"{kernels} was measured on {table.device}, which is no {wanted[0]}: give the hardware that it is of, or "
             "leave --kernels out"
         )
     return Measured(table, 1, roofline)

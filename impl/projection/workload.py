@@ -72,7 +72,8 @@ class Talk:
 def blocks(config: ModelConfig, work: Workload, dp: int, tp: int) -> list[Block]:
     """Return the blocks of one microbatch's forward in order: embedding, layers, head."""
     rows, kinds = work.rows(dp), ["embedding", *["layer"] * config.arch.num_hidden_layers, "head"]
-    return [Block(config.arch, kind, tp, rows, work.sequence, work.dtype) for kind in kinds]  # type: ignore[arg-type]
+    share = tp if work.sequence_parallel else 1
+    return [Block(config.arch, kind, tp, rows, work.sequence, work.dtype, share) for kind in kinds]  # type: ignore[arg-type]
 
 
 def talks(block: Block, work: Workload, direction: Literal["forward", "backward"]) -> list[Talk]:

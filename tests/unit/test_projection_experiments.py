@@ -170,9 +170,22 @@ def test_wrong_settings_are_one_clear_line():
         _changed(hardwear="h100")
 
 
-def test_unknown_hardware_is_said_in_its_cells():
-    rows = list(projection_rows.rows(_changed(hardware="h1000"), "ci", "projection", ROOT))
-    assert all("unknown hardware 'h1000x256'" in row["reason"] for row in rows if row["grid"] == "main")
+def test_unknown_hardware_is_an_error():
+    with pytest.raises(ConfigError, match="unknown hardware 'h1000x1'"):
+        list(_changed(hardware="h1000").cases("ci"))
+
+
+@pytest.mark.parametrize("name", ["projection", "scaling"])
+def test_every_grid_of_the_laptop_tier_has_times(name):
+    spec = projection_spec.load(ROOT / f"experiments/{name}.yaml")
+    frame = projection_rows.table(list(projection_rows.rows(spec, "laptop", name, ROOT)))
+    for grid in spec.tiers["laptop"].grids:
+        mine = common.where(frame, grid=grid.id, quantity="iteration", status="done")
+        assert set(mine["model"]) == set(grid.models)
+        assert len(set(mine["varied"])) == max(1, *(len(values) for values in grid.vary.values()), 1)
+    claims = common.where(frame, grid="claims")
+    assert set(claims["status"]) <= {"done"}
+    assert set(claims["varied"]) == {claim.id for claim in spec.claims}
 
 
 def _changed(**grid) -> ProjectionSpec:

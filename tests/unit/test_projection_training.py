@@ -94,7 +94,8 @@ def model_seconds(config: ModelConfig, work: Workload, dp: int, tp: int, machine
     parts = [("embedding", 1), ("layer", config.arch.num_hidden_layers), ("head", 1)]
     once = 0.0
     for kind, count in parts:
-        block = Block(config.arch, kind, tp, work.rows(dp), work.sequence, work.dtype)  # type: ignore[arg-type]
+        share = tp if work.sequence_parallel else 1
+        block = Block(config.arch, kind, tp, work.rows(dp), work.sequence, work.dtype, share)  # type: ignore[arg-type]
         once += count * (machine.forward(block).seconds[0] + machine.backward(block).seconds[0])
     return once * work.microbatches
 
