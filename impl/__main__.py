@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads the output (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def dispatch(name: str, words: Sequence[str]) -> int:
