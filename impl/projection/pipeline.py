@@ -11,11 +11,9 @@ so many, on all stages at once, so that the mean is right while single updates a
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +23,7 @@ from impl.projection import pipeline_costs
 from impl.projection.machine import Machine
 from impl.projection.pipeline_costs import Full, Links, Piece, StageCosts, full
 from impl.projection.timeline import COMPUTE
+from impl.projection.trace import Span, chrome
 from impl.projection.uncertain import DRAWS, Cost, Samples, exact, shares
 from impl.rotation.gantt import Bar
 from impl.rotation.schedule import Action, in_order
@@ -108,17 +107,19 @@ class Track:
 
     def trace(self) -> str:
         """Return the nominal timeline as a Chrome trace (JSON), which Perfetto and ``chrome://tracing`` open."""
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": k, "args": {"name": f"stage {k}"}} for k in range(self.stages)
-        ]
-        for slot in self.slots:
-            seconds = float(slot.end[0] - slot.start[0])
-            if seconds > 0:
-                name = f"{slot.phase} {slot.action.number}"
-                event = {"ph": "X", "name": name, "cat": slot.phase, "pid": slot.stage, "tid": slot.stream}
-                span = {"ts": float(slot.start[0]) * 1e6, "dur": seconds * 1e6}
-                events.append({**event, **span, "args": {"phase": slot.phase, "version": slot.action.version}})
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        spans = (
+            Span(
+                process=slot.stage,
+                stream=slot.stream,
+                phase=slot.phase,
+                name=f"{slot.phase} {slot.action.number}",
+                start=float(slot.start[0]),
+                seconds=float(slot.end[0] - slot.start[0]),
+                notes={"version": slot.action.version},
+            )
+            for slot in self.slots
+        )
+        return chrome([f"stage {stage}" for stage in range(self.stages)], spans)
 
     def _computed(self) -> Iterator[Slot]:
         return (slot for slot in self.slots if slot.phase not in SEND.values())
