@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from impl.errors import ConfigError
-from impl.harness.pipeline_projection_spec import CaseEntry, Cell, MethodEntry, Policy, ProjectionSpec
+from impl.harness.pipeline_projection_spec import CaseEntry, Cell, MethodEntry, PipelineProjectionSpec, Policy
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.models import catalogue
 from impl.projection import hardware, pipeline, pipeline_memory, uncertain
 from impl.projection.machine import Machine
 from impl.projection.measured import load_machine
-from impl.projection.pipeline import Projection
+from impl.projection.pipeline import PipelineProjection
 from impl.projection.pipeline_costs import full
 from impl.projection.pipeline_memory import StageMemory
 from impl.projection.uncertain import Samples
@@ -41,7 +41,7 @@ class Answer:
     limit: int | None
     memory: tuple[StageMemory, ...]
     misfit: str | None
-    projection: Projection | None
+    projection: PipelineProjection | None
 
     @property
     def fullest(self) -> StageMemory:
@@ -59,10 +59,10 @@ def answer(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int) 
 
 
 @dataclass
-class Grid:
+class PipelineGrid:
     """The answers of an experiment, each computed once, when it is asked for."""
 
-    spec: ProjectionSpec
+    spec: PipelineProjectionSpec
     _machines: dict[str, Machine] = field(default_factory=dict)
     _answers: dict[Cell, Answer] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int)
     }
 
 
-def _over_pipedream(spec: PipelineSpec, own: Projection, on: Machine, dtype: str) -> Samples:
+def _over_pipedream(spec: PipelineSpec, own: PipelineProjection, on: Machine, dtype: str) -> Samples:
     """Return the time of an update over that of PipeDream with the same settings, whether or not that fits."""
     plain = spec.model_copy(update={"method": "pipedream", "method_settings": {}, "mode": None})
     return own.update_s / pipeline.project(plain, on, dtype).update_s

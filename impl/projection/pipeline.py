@@ -126,7 +126,7 @@ class Track:
 
 
 @dataclass(frozen=True)
-class Projection:
+class PipelineProjection:
     """What a pipeline does on a machine.  Samples are ``[1 + DRAWS]``.
 
     update_s: seconds between two updates once the pipeline is full; with ``as_run`` between those of the last stage.
@@ -155,7 +155,7 @@ class Projection:
 
 def project(
     spec: PipelineSpec, machine: Machine, dtype: str = "float32", *, as_run: bool = False, known: Full | None = None
-) -> Projection:
+) -> PipelineProjection:
     """Return what the pipeline of ``spec`` does on ``machine``.
 
     dtype: of weights, activations and messages: ``float32``, as the runtime has them, or ``bfloat16``, with fp32
@@ -177,7 +177,7 @@ def project(
     saved = update_s - _on_cores(_pace(silent, pipeline, as_run), silent, machine)
     exposed = np.where(saved > ROUNDING * update_s, saved, 0.0)
     bubble = 1.0 - per_update / (spec.stages * update_s)
-    return Projection(spec, update_s, bubble, exposed, track, pipeline)
+    return PipelineProjection(spec, update_s, bubble, exposed, track, pipeline)
 
 
 def _on_cores(pace: Samples, track: Track, machine: Machine) -> Samples:

@@ -15,7 +15,7 @@ from impl.optimizers.routing import is_matrix
 from impl.projection.activations import boundary_bytes
 from impl.projection.hardware import Group
 from impl.projection.machine import BYTES, Block, Machine
-from impl.projection.pipeline_flight import Flight, in_flight
+from impl.projection.pipeline_flight import PipelineFlight, in_flight
 from impl.projection.uncertain import Cost, total
 from impl.rotation.method import StageContext, create_method
 from impl.rotation.schedule import Action
@@ -48,7 +48,7 @@ class Full:
     setup: PipelineSetup
     filled: int
     timed: int
-    flights: tuple[Flight, ...]
+    flights: tuple[PipelineFlight, ...]
 
 
 def full(spec: PipelineSpec, dtype: str, *, as_run: bool = False) -> Full:

@@ -9,9 +9,9 @@ import pytest
 
 from impl.__main__ import main
 from impl.errors import ConfigError
-from impl.harness.pipeline_answers import Grid, machine
+from impl.harness.pipeline_answers import PipelineGrid, machine
 from impl.harness.pipeline_projection import COLUMNS, of_claim, rows, table
-from impl.harness.pipeline_projection_spec import Cell, ProjectionSpec, load
+from impl.harness.pipeline_projection_spec import Cell, PipelineProjectionSpec, load
 from impl.harness.spec import load_yaml, parse
 from impl.models import catalogue
 from paper_figures import common, pipeline_projection, style
@@ -22,7 +22,7 @@ CONFIG = ROOT / "experiments/pipeline_projection.yaml"
 PUBLISHED = ROOT / "results/published/rotation.csv"
 
 
-def small() -> ProjectionSpec:
+def small() -> PipelineProjectionSpec:
     """The experiment cut down to one model on a few cards, and a sixth of its claims."""
     data = load_yaml(CONFIG)
     data["cases"] = [c for c in data["cases"] if c["id"] == "llama-7b"]
@@ -30,7 +30,7 @@ def small() -> ProjectionSpec:
     data["largest"] |= {"hardware": ["rtx3090", "a100-80"], "models": ["llama-7b"], "stages": [4, 8]}
     data["claims"] = [c for c in data["claims"] if c["id"] in ("R11", "R12", "R21") and "fp32" not in str(c)]
     data["tiers"] = {"laptop": {"cases": ["llama-7b"]}}
-    return parse(ProjectionSpec, data)
+    return parse(PipelineProjectionSpec, data)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_a_claim_about_a_pair_needs_a_baseline():
     of = Cell(case="llama-7b", method="pipedream", policy="stage")
     broken = spec.claims[0].model_copy(update={"measure": "memory_saved", "baseline": None, "of": of})
     with pytest.raises(ConfigError, match="needs a baseline"):
-        list(of_claim(Grid(spec), broken))
+        list(of_claim(PipelineGrid(spec), broken))
 
 
 def test_table_and_figure_show_words_where_nothing_fits(frame, tmp_path):

@@ -15,7 +15,7 @@ from impl.models import catalogue
 from impl.optimizers.base import Optimizer, Shape
 from impl.projection.hardware import Group
 from impl.projection.machine import BYTES, Block
-from impl.projection.pipeline import SEND, Projection, project
+from impl.projection.pipeline import SEND, PipelineProjection, project
 from impl.projection.pipeline_costs import full
 from impl.projection.uncertain import Cost, exact
 from impl.rotation.gantt import bubble, timeline
@@ -77,7 +77,7 @@ def settings(method: str, stages: int, **more: object) -> PipelineSpec:
     return PipelineSpec(model="qwen3-tiny", method=method, stages=stages, **own)  # type: ignore[arg-type]
 
 
-def nominal(found: Projection) -> float:
+def nominal(found: PipelineProjection) -> float:
     return float(found.update_s[0])
 
 
