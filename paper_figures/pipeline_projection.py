@@ -50,8 +50,12 @@ def best(rows: pd.DataFrame) -> pd.DataFrame | None:
 
 
 def main_table(frame: pd.DataFrame) -> str:
-    """Return the Markdown table of every method's fastest policy that fits, by case."""
-    header = ["case", "method", "policy", "samples/s [projected]", "over PipeDream", "bubble", "exposed, ms"]
+    """Return the Markdown table of every method's fastest policy that fits, by case.
+
+    Ratios are of the times of an update, to PipeDream under the policy that its own row shows.
+    """
+    header = ["case", "method", "policy", "samples/s [projected]", "update time over PipeDream's fastest"]
+    header += ["bubble, %", "exposed, ms"]
     header += ["fullest stage, GB [planned]", "card, GB"]
     out = []
     for name, rows in cases(frame):
@@ -62,13 +66,13 @@ def main_table(frame: pd.DataFrame) -> str:
                 words = ["does not fit under any policy", *[markdown.DASH] * 4]
                 out.append([name, method, *words, markdown.number(fullest(least) / GB, 1), _card(least)])
                 continue
-            ratio, bubble = single(found, "ratio"), single(found, "bubble")
+            ratio = single(found, "ratio")
             cells = [
                 str(common.distinct(found, "policy_name")[0][0]),
                 markdown.estimate(single(found, "samples_per_s"), 1),
-                markdown.estimate(ratio) if ratio.n else "PipeDream does not fit",
-                f"{bubble.value:.0%}",
-                markdown.number(1e3 * single(found, "exposed_s").value, 1),
+                markdown.estimate(ratio) if ratio.n else "PipeDream fits under no policy",
+                markdown.estimate(_scaled(single(found, "bubble"), 100), 0),
+                markdown.estimate(_scaled(single(found, "exposed_s"), 1e3), 1),
                 markdown.number(fullest(found) / GB, 1),
                 _card(found),
             ]
@@ -162,7 +166,9 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         "of 10^9. Every stage has a device of its own. *Bubble*: share of all stages' time in which they do not "
         "compute (recomputing counts as computing), once the pipeline is full; *exposed*: how much shorter an update "
         "would be if messages took no time. "
-        "A cell that does not fit has no times. Shown here is each method's fastest policy that fits.",
+        "A cell that does not fit has no times. Shown here is each method's fastest policy that fits; ratios are of "
+        "the times of an update, to PipeDream under its own fastest policy that fits, with draws of the inputs that "
+        "both share.",
         main_table(frame),
         "## By what a backward recomputes and where the stash is",
         "Rate [projected] and bytes of the fullest stage [planned], or why there is no rate.",
@@ -257,6 +263,10 @@ def _methods(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def _policies(rows: pd.DataFrame) -> list[pd.DataFrame]:
     return [common.where(rows, policy=policy) for (policy,) in common.distinct(rows, "policy")]
+
+
+def _scaled(value: Estimate, factor: float) -> Estimate:
+    return Estimate(factor * value.value, factor * value.low, factor * value.high, n=value.n)
 
 
 def _card(rows: pd.DataFrame) -> str:

@@ -66,6 +66,7 @@ class PipelineGrid:
     _machines: dict[str, Machine] = field(default_factory=dict)
     _answers: dict[Cell, Answer] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
+    _references: dict[str, PipelineProjection | None] = field(default_factory=dict)
 
     def model_name(self, model: str) -> str:
         """Return how a model is displayed."""
@@ -90,7 +91,7 @@ class PipelineGrid:
                     not case.policies or policy.id in case.policies
                 )
                 cell = Cell(case=case.id, method=method.id, policy=policy.id)
-                if chosen and not (policy.stash_on_cpu and self._synchronous(cell)):
+                if chosen and self._sensible(cell):
                     yield cell
 
     def answer(self, cell: Cell) -> Answer:
@@ -105,26 +106,45 @@ class PipelineGrid:
         return self._answers[cell]
 
     def ratio(self, cell: Cell) -> Samples | None:
-        """Return the time of an update over the reference method's, None where either does not fit."""
-        own = self.answer(cell).projection
-        base = self.answer(cell.model_copy(update={"method": self.spec.reference})).projection
+        """Return the time of an update over that of :meth:`reference`, None where one of the two does not fit."""
+        own, base = self.answer(cell).projection, self.reference(cell.case)
         return own.update_s / base.update_s if own and base else None
 
-    def _synchronous(self, cell: Cell) -> bool:
-        _, method, _ = self.parts(cell)
-        return create_method(method.method, method.settings).modes[0] == "sync"
+    def reference(self, case: str) -> PipelineProjection | None:
+        """Return the reference method under that of the case's policies with which it is fastest, None if none fits."""
+        if case not in self._references:
+            chosen = self.case(case).policies
+            cells = [
+                Cell(case=case, method=self.spec.reference, policy=policy.id)
+                for policy in self.spec.policies
+                if not chosen or policy.id in chosen
+            ]
+            found = [self.answer(cell).projection for cell in cells if self._sensible(cell)]
+            fitting = [projection for projection in found if projection is not None]
+            self._references[case] = min(fitting, key=lambda own: float(own.update_s[0]), default=None)
+        return self._references[case]
+
+    def _sensible(self, cell: Cell) -> bool:
+        """Return whether there is a stash to put into host memory where that is asked for."""
+        _, method, policy = self.parts(cell)
+        return not policy.stash_on_cpu or create_method(method.method, method.settings).modes[0] != "sync"
 
 
 def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int) -> dict[str, Any]:
-    """Return everything about one pipeline on one machine as plain JSON data; without times if it does not fit."""
+    """Return everything about one pipeline on one machine as plain JSON data; without times if it does not fit.
+
+    ``ratio_to_pipedream`` is to PipeDream with the same settings; ``ratio_reason`` says why there is none.
+    """
     found = answer(spec, on, dtype, capacity_bytes=capacity_bytes)
-    own = found.projection
+    plain = spec.model_copy(update={"method": "pipedream", "method_settings": {}, "mode": None})
+    own, base = found.projection, answer(plain, on, dtype, capacity_bytes=capacity_bytes)
+    no_ratio = None if base.misfit is None else f"PipeDream with these settings does not fit: {base.misfit}"
     bands = {
         "samples_per_s": own and own.samples_per_s,
         "update_s": own and own.update_s,
         "bubble": own and own.bubble,
         "exposed_communication_s": own and own.exposed_s,
-        "ratio_to_pipedream": own and _over_pipedream(spec, own, on, dtype),
+        "ratio_to_pipedream": own and base.projection and own.update_s / base.projection.update_s,
     }
     known = {name: uncertain.band(samples) for name, samples in bands.items() if samples is not None}
     return {
@@ -134,14 +154,9 @@ def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int)
         "fits": found.misfit is None,
         "reason": found.misfit,
         **{name: known[name].value if name in known else None for name in bands},
+        "ratio_reason": found.misfit or no_ratio,
         "band": {name: [band.low, band.high] for name, band in known.items()},
         "memory_bytes": [{**stage.parts(), "total": stage.total, "host": stage.host} for stage in found.memory],
         "memory_kind": "planned",
         "evidence": own.evidence if own else {},
     }
-
-
-def _over_pipedream(spec: PipelineSpec, own: PipelineProjection, on: Machine, dtype: str) -> Samples:
-    """Return the time of an update over that of PipeDream with the same settings, whether or not that fits."""
-    plain = spec.model_copy(update={"method": "pipedream", "method_settings": {}, "mode": None})
-    return own.update_s / pipeline.project(plain, on, dtype).update_s

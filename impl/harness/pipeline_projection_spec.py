@@ -96,7 +96,7 @@ class PipelineProjectionTier(Frozen):
 class PipelineProjectionSpec(Frozen):
     """The experiment's file.
 
-    reference: method that time ratios refer to, at the same case and policy.
+    reference: method that time ratios refer to, under the policy with which it is fastest in the case.
     capacity_bytes: of the micro-groups in which matrices are updated (see :func:`pipeline_memory.memory`).
     """
 
