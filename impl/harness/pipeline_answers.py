@@ -144,6 +144,7 @@ def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int)
         "update_s": own and own.update_s,
         "bubble": own and own.bubble,
         "exposed_communication_s": own and own.exposed_s,
+        "gradient_norm_share": own and own.norm_share,
         "ratio_to_pipedream": own and base.projection and own.update_s / base.projection.update_s,
     }
     known = {name: uncertain.band(samples) for name, samples in bands.items() if samples is not None}

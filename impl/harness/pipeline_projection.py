@@ -70,6 +70,7 @@ def of_cell(grid: PipelineGrid, cell: Cell) -> Iterator[Row]:
         "ratio": (grid.ratio(cell), "times"),
         "bubble": (own and own.bubble, "share"),
         "exposed_s": (own and own.exposed_s, "s"),
+        "norm_share": (own and own.norm_share, "share"),
     }
     source = {"evidence": _evidence_text(own.evidence)} if own else {}
     for name, (samples, unit) in times.items():

@@ -82,6 +82,14 @@ class Track:
         """Return the share of all stages' time, first to last action of the run, in which they do not compute."""
         return 1.0 - self.busy() / (self.stages * self.end())
 
+    def most(self, phase: str) -> Samples:
+        """Return the seconds that the stage with the most of it computes in ``phase`` for one update ``[1 + DRAWS]``."""
+        sums = [np.zeros(1 + DRAWS) for _ in range(self.stages)]
+        for slot in self.slots:
+            if slot.phase == phase:
+                sums[slot.stage] = sums[slot.stage] + slot.cost.seconds
+        return np.max(sums, axis=0) / len(self.ends)
+
     def bytes(self) -> dict[str, float]:
         """Return the bytes of all messages by stream."""
         out = dict.fromkeys(SEND.values(), 0.0)
@@ -148,6 +156,15 @@ class PipelineProjection:
         return self.spec.batch / self.update_s
 
     @property
+    def norm_share(self) -> Samples:
+        """The share of ``update_s`` in which a stage takes the norm of its gradients, on the stage with most of it.
+
+        The engine sums the squares of what its optimizer updates elementwise exactly, so that the norm does not depend
+        on how gradients are cut (:mod:`impl.canzona.norm`): many passes over memory.
+        """
+        return self.track.most("grad_norm") / self.update_s
+
+    @property
     def evidence(self) -> dict[str, float]:
         """The share of computing and sending time by source."""
         return self.track.evidence()
@@ -161,7 +178,10 @@ def project(
     dtype: of weights, activations and messages: ``float32``, as the runtime has them, or ``bfloat16``, with fp32
         gradients, masters and state.
     as_run: play the updates of ``spec`` to their end instead of as many as it takes to fill the pipeline and see it
-        run.
+        run, and time them on the last stage alone.  A comparison with a measured run leaves this off if the run's first
+        updates are not timed: what it is to check is the projection that experiments show, of a full pipeline, and
+        the rest of such a run is one.  The two differ where a stage before the last one is slightly slower than it:
+        the last stage then works off what piled up before it for so long that a finite run looks faster.
     known: what :func:`impl.projection.pipeline_costs.full` returns for these.
 
     Raises :class:`ConfigError` for settings that cannot work or are not modelled.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -141,6 +142,47 @@ def test_of_several_policies_that_fit_the_fastest_one_is_the_reference():
     assert again.update_s[0] == min(times.values())
     assert grid.reference("llama-7b-fp32") is None
     assert grid.ratio(Cell(case="llama-7b-fp32", method="pipedream", policy="stage")) is None
+
+
+def test_the_gradient_norm_is_said_to_be_a_large_part_of_an_update(frame):
+    rates = common.where(frame, sweep="case", quantity="norm_share", status="done")
+    shares = dict(zip(rates["method"] + "/" + rates["policy"], rates["value"], strict=True))
+    assert all(0 < share < 1 for share in shares.values())
+    assert shares["pipedream/stage-cpu"] > 5 * shares["rotation-uni-1st/stage-cpu"]  # matrices have a plain norm
+    shown = [shares[key] for key in ("1f1b-flush/none", "pipedream/stage-cpu", "rotation-uni-1st/stage-cpu")]
+    assert f"from {min(shown):.0%} to {max(shown):.0%} here" in pipeline_projection.norm_note(frame)
+    assert pipeline_projection.norm_note(frame) in pipeline_projection.table(frame, pd.read_csv(PUBLISHED))
+    nothing = common.where(frame, method="pipedream", policy="none")
+    assert pipeline_projection.norm_note(nothing) == ""
+
+
+def test_the_bytes_of_the_norm_are_those_of_the_machine():
+    on = machine("rtx3090x8", 8)
+    times = on.norm(10**9, exact=True).seconds[0] / on.norm(10**9).seconds[0]
+    exact, plain = pipeline_projection.EXACT_BYTES, pipeline_projection.PLAIN_BYTES
+    assert times == pytest.approx(exact / plain)
+    assert on.norm(10**9).seconds[0] / on.copy(10**9, "device").seconds[0] == pytest.approx(plain / 2)  # reads, writes
+
+
+def test_reasons_give_the_shares_of_the_norm_as_projected():
+    spec = load(CONFIG)
+    grid = PipelineGrid(spec)
+    claims = [claim for claim in spec.claims if "exact gradient norm" in claim.reason]
+    assert [claim.id for claim in claims] == ["R6", "R12", "R16"]
+    for claim in claims:
+        assert claim.baseline is not None
+        assert claim.of is not None
+        found = [grid.answer(cell).projection for cell in (claim.baseline, claim.of)]
+        shares = [round(100 * own.norm_share[0]) for own in found if own]
+        words = claim.reason.partition("exact gradient norm")[2]
+        assert [int(n) for n in re.findall(r"(\d+) % (?:of|with)", words)] == shares, claim.id
+
+
+def test_the_row_that_comes_near_a_published_memory_is_called_no_agreement():
+    near = [c for c in load(CONFIG).claims if c.id == "R11" and c.of is not None and c.of.policy == "stage-cpu"]
+    assert len(near) == 1
+    assert "no agreement" in near[0].reason
+    assert "after the published number was known" in near[0].reason
 
 
 def test_synchronous_schedules_have_no_stash_to_put_elsewhere(frame):
