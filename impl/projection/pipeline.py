@@ -83,7 +83,7 @@ class Track:
         return 1.0 - self.busy() / (self.stages * self.end())
 
     def most(self, phase: str) -> Samples:
-        """Return the seconds that the stage with the most of it computes in ``phase`` for one update ``[1 + DRAWS]``."""
+        """Return the seconds of ``phase`` for one update on the stage that computes most of it ``[1 + DRAWS]``."""
         sums = [np.zeros(1 + DRAWS) for _ in range(self.stages)]
         for slot in self.slots:
             if slot.phase == phase:

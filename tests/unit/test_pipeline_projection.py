@@ -15,7 +15,7 @@ from impl.harness.pipeline_projection import COLUMNS, of_claim, rows, table
 from impl.harness.pipeline_projection_spec import Cell, PipelineProjectionSpec, load
 from impl.harness.spec import load_yaml, parse
 from impl.models import catalogue
-from paper_figures import common, pipeline_projection, style
+from paper_figures import common, pipeline_claims, pipeline_projection, style
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -199,7 +199,7 @@ def test_largest_microbatches_grow_with_card_and_stages(frame):
 
 
 def test_claims_stand_beside_what_was_published(frame):
-    text = pipeline_projection.claims_table(frame, pd.read_csv(PUBLISHED))
+    text = pipeline_claims.claims_table(frame, pd.read_csv(PUBLISHED))
     memory = [line for line in text.splitlines() if "R11" in line]
     need = common.numbers(cell(frame, "pipedream", "none", "memory"), "value").max() / 1e9
     ours = [line.split("|")[4:7] for line in memory if "22.1 GB" in line and "nothing recomputed" in line]
