@@ -137,15 +137,16 @@ def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int)
     """
     found = answer(spec, on, dtype, capacity_bytes=capacity_bytes)
     plain = spec.model_copy(update={"method": "pipedream", "method_settings": {}, "mode": None})
-    own, base = found.projection, answer(plain, on, dtype, capacity_bytes=capacity_bytes)
-    no_ratio = None if base.misfit is None else f"PipeDream with these settings does not fit: {base.misfit}"
+    own = found.projection
+    base = answer(plain, on, dtype, capacity_bytes=capacity_bytes) if own else None
+    no_ratio = f"PipeDream with these settings does not fit: {base.misfit}" if base and base.misfit else found.misfit
     bands = {
         "samples_per_s": own and own.samples_per_s,
         "update_s": own and own.update_s,
         "bubble": own and own.bubble,
         "exposed_communication_s": own and own.exposed_s,
         "gradient_norm_share": own and own.norm_share,
-        "ratio_to_pipedream": own and base.projection and own.update_s / base.projection.update_s,
+        "ratio_to_pipedream": own and base and base.projection and own.update_s / base.projection.update_s,
     }
     known = {name: uncertain.band(samples) for name, samples in bands.items() if samples is not None}
     return {
@@ -155,7 +156,7 @@ def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int)
         "fits": found.misfit is None,
         "reason": found.misfit,
         **{name: known[name].value if name in known else None for name in bands},
-        "ratio_reason": found.misfit or no_ratio,
+        "ratio_reason": no_ratio,
         "band": {name: [band.low, band.high] for name, band in known.items()},
         "memory_bytes": [{**stage.parts(), "total": stage.total, "host": stage.host} for stage in found.memory],
         "memory_kind": "planned",
