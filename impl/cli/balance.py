@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from impl.errors import ConfigError
 from impl.harness.balance_spec import load, rows, table
+from impl.harness.tables import write_atomically as write_atomically  # for impl.cli.validation
+from impl.harness.tables import write_table
 
 HELP = "plan every model, mesh and system of an experiment and write the balance table"
 HEARTBEAT_S = 5.0
@@ -34,24 +33,10 @@ def run(args: argparse.Namespace) -> int:
             left = (shown - started) / len(found) * (total - len(found))
             print(f"balance: {len(found)} of {total} plans, about {left:.0f} s left", flush=True)
     frame = table(found)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.out / "balance.parquet", lambda path: frame.to_parquet(path, index=False))
-        write_atomically(args.out / "balance.csv", lambda path: frame.to_csv(path, index=False))
-    except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    target = args.out / "balance.parquet"
+    write_table(frame, target)
     for reason in dict.fromkeys(row["reason"] for row in found if row["status"] == "skipped"):
         print(f"balance: skipped {reason}")
     done = sum(row["status"] == "done" for row in found)
-    print(f"balance: {done} plans [planned] in {time.monotonic() - started:.1f} s -> {args.out / 'balance.parquet'}")
+    print(f"balance: {done} plans [planned] in {time.monotonic() - started:.1f} s -> {target}")
     return 0
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file beside ``path``, then put it in its place: no half-written file is ever seen."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

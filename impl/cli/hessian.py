@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from impl.harness.hessian_spec import load
     from impl.harness.hessian_table import table
     from impl.harness.record import CorruptRecord
+    from impl.harness.tables import write_table
 
     settings = load(args.config, args.tier)
     folder = args.out / "runs" / settings.id
@@ -36,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
         return code
     try:
         frame = table(settings, folder)
-        frame.to_parquet(args.out / "hessian.parquet", index=False)
-        frame.to_csv(args.out / "hessian.csv", index=False)
     except CorruptRecord as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+    target = args.out / "hessian.parquet"
+    write_table(frame, target)
     matrices = frame.loc[frame["status"] == "done", ["seed", "matrix"]].drop_duplicates()
-    print(f"hessian: {len(matrices)} matrices [measured] -> {args.out / 'hessian.parquet'}")
+    print(f"hessian: {len(matrices)} matrices [measured] -> {target}")
     return 0

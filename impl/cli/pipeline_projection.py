@@ -6,8 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from impl.cli.balance import write_atomically
-from impl.errors import ConfigError
+from impl.harness.tables import write_table
 
 HELP = "project time and memory of pipelines on described clusters and write the table"
 HEARTBEAT_S = 5.0
@@ -36,12 +35,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"pipeline-projection: {len(found)} numbers, now {row['sweep']} {row.get('case') or ''}", flush=True)
     frame = table(found)
     target = args.out / "pipeline_projection.parquet"
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, lambda path: frame.to_parquet(path, index=False))
-        write_atomically(target.with_suffix(".csv"), lambda path: frame.to_csv(path, index=False))
-    except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    write_table(frame, target)
     seconds = time.monotonic() - started
     print(f"pipeline-projection: {len(frame)} numbers [projected, planned] in {seconds:.1f} s -> {target}")
     return 0

@@ -82,6 +82,8 @@ def readable(found: dict[str, Any]) -> str:
     for name, (low, high) in found["band"].items():
         value = f"{found[name]:.4g} [{low:.4g}, {high:.4g}] {UNITS.get(name, '')}"
         lines.append(f"  {name:24} {value.rstrip()} [projected]")
+    if found["fits"] and found["ratio_reason"]:
+        lines.append(f"  {'ratio_to_pipedream':24} none: {found['ratio_reason']}")
     lines.append("  memory per stage, GB [planned]")
     for stage, parts in enumerate(found["memory_bytes"]):
         text = ", ".join(f"{name} {count / 1e9:.2f}" for name, count in parts.items() if count and name != "total")

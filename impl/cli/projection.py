@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from impl.cli.balance import write_atomically
-from impl.errors import ConfigError
 from impl.harness.projection_rows import rows, table
 from impl.harness.projection_spec import load
+from impl.harness.tables import write_table
 
 HELP = "project every step of an experiment onto its hardware and write the table"
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +35,7 @@ def run(args: argparse.Namespace) -> int:
             shown = time.monotonic()
             print(f"{name}: {_cases(found)} of {total} projections", flush=True)
     frame = table(found)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.out / f"{name}.parquet", lambda path: frame.to_parquet(path, index=False))
-        write_atomically(args.out / f"{name}.csv", lambda path: frame.to_csv(path, index=False))
-    except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    write_table(frame, args.out / f"{name}.parquet")
     left_out = [row["reason"] for row in found if row["status"] != "done"]
     seconds = time.monotonic() - started
     print(f"{name}: {total} projections [projected] in {seconds:.1f} s, {len(left_out)} without times -> {args.out}")

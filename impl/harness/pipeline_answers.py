@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from impl.errors import ConfigError
-from impl.harness.pipeline_projection_spec import CaseEntry, Cell, MethodEntry, Policy, ProjectionSpec
+from impl.harness.pipeline_projection_spec import CaseEntry, Cell, MethodEntry, PipelineProjectionSpec, Policy
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.models import catalogue
 from impl.projection import hardware, pipeline, pipeline_memory, uncertain
 from impl.projection.machine import Machine
 from impl.projection.measured import load_machine
-from impl.projection.pipeline import Projection
+from impl.projection.pipeline import PipelineProjection
 from impl.projection.pipeline_costs import full
 from impl.projection.pipeline_memory import StageMemory
 from impl.projection.uncertain import Samples
@@ -41,7 +41,7 @@ class Answer:
     limit: int | None
     memory: tuple[StageMemory, ...]
     misfit: str | None
-    projection: Projection | None
+    projection: PipelineProjection | None
 
     @property
     def fullest(self) -> StageMemory:
@@ -59,13 +59,14 @@ def answer(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int) 
 
 
 @dataclass
-class Grid:
+class PipelineGrid:
     """The answers of an experiment, each computed once, when it is asked for."""
 
-    spec: ProjectionSpec
+    spec: PipelineProjectionSpec
     _machines: dict[str, Machine] = field(default_factory=dict)
     _answers: dict[Cell, Answer] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
+    _references: dict[str, PipelineProjection | None] = field(default_factory=dict)
 
     def model_name(self, model: str) -> str:
         """Return how a model is displayed."""
@@ -90,7 +91,7 @@ class Grid:
                     not case.policies or policy.id in case.policies
                 )
                 cell = Cell(case=case.id, method=method.id, policy=policy.id)
-                if chosen and not (policy.stash_on_cpu and self._synchronous(cell)):
+                if chosen and self._sensible(cell):
                     yield cell
 
     def answer(self, cell: Cell) -> Answer:
@@ -105,26 +106,47 @@ class Grid:
         return self._answers[cell]
 
     def ratio(self, cell: Cell) -> Samples | None:
-        """Return the time of an update over the reference method's, None where either does not fit."""
-        own = self.answer(cell).projection
-        base = self.answer(cell.model_copy(update={"method": self.spec.reference})).projection
+        """Return the time of an update over that of :meth:`reference`, None where one of the two does not fit."""
+        own, base = self.answer(cell).projection, self.reference(cell.case)
         return own.update_s / base.update_s if own and base else None
 
-    def _synchronous(self, cell: Cell) -> bool:
-        _, method, _ = self.parts(cell)
-        return create_method(method.method, method.settings).modes[0] == "sync"
+    def reference(self, case: str) -> PipelineProjection | None:
+        """Return the reference method under that of the case's policies with which it is fastest, None if none fits."""
+        if case not in self._references:
+            chosen = self.case(case).policies
+            cells = [
+                Cell(case=case, method=self.spec.reference, policy=policy.id)
+                for policy in self.spec.policies
+                if not chosen or policy.id in chosen
+            ]
+            found = [self.answer(cell).projection for cell in cells if self._sensible(cell)]
+            fitting = [projection for projection in found if projection is not None]
+            self._references[case] = min(fitting, key=lambda own: float(own.update_s[0]), default=None)
+        return self._references[case]
+
+    def _sensible(self, cell: Cell) -> bool:
+        """Return whether there is a stash to put into host memory where that is asked for."""
+        _, method, policy = self.parts(cell)
+        return not policy.stash_on_cpu or create_method(method.method, method.settings).modes[0] != "sync"
 
 
 def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int) -> dict[str, Any]:
-    """Return everything about one pipeline on one machine as plain JSON data; without times if it does not fit."""
+    """Return everything about one pipeline on one machine as plain JSON data; without times if it does not fit.
+
+    ``ratio_to_pipedream`` is to PipeDream with the same settings; ``ratio_reason`` says why there is none.
+    """
     found = answer(spec, on, dtype, capacity_bytes=capacity_bytes)
+    plain = spec.model_copy(update={"method": "pipedream", "method_settings": {}, "mode": None})
     own = found.projection
+    base = answer(plain, on, dtype, capacity_bytes=capacity_bytes) if own else None
+    no_ratio = f"PipeDream with these settings does not fit: {base.misfit}" if base and base.misfit else found.misfit
     bands = {
         "samples_per_s": own and own.samples_per_s,
         "update_s": own and own.update_s,
         "bubble": own and own.bubble,
         "exposed_communication_s": own and own.exposed_s,
-        "ratio_to_pipedream": own and _over_pipedream(spec, own, on, dtype),
+        "gradient_norm_share": own and own.norm_share,
+        "ratio_to_pipedream": own and base and base.projection and own.update_s / base.projection.update_s,
     }
     known = {name: uncertain.band(samples) for name, samples in bands.items() if samples is not None}
     return {
@@ -134,14 +156,9 @@ def summary(spec: PipelineSpec, on: Machine, dtype: str, *, capacity_bytes: int)
         "fits": found.misfit is None,
         "reason": found.misfit,
         **{name: known[name].value if name in known else None for name in bands},
+        "ratio_reason": no_ratio,
         "band": {name: [band.low, band.high] for name, band in known.items()},
         "memory_bytes": [{**stage.parts(), "total": stage.total, "host": stage.host} for stage in found.memory],
         "memory_kind": "planned",
         "evidence": own.evidence if own else {},
     }
-
-
-def _over_pipedream(spec: PipelineSpec, own: Projection, on: Machine, dtype: str) -> Samples:
-    """Return the time of an update over that of PipeDream with the same settings, whether or not that fits."""
-    plain = spec.model_copy(update={"method": "pipedream", "method_settings": {}, "mode": None})
-    return own.update_s / pipeline.project(plain, on, dtype).update_s

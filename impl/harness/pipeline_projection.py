@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 
 from impl.errors import ConfigError
-from impl.harness.pipeline_answers import Answer, Grid
-from impl.harness.pipeline_projection_spec import Cell, ClaimEntry, ProjectionSpec, ProjectionTier
+from impl.harness.pipeline_answers import Answer, PipelineGrid
+from impl.harness.pipeline_projection_spec import Cell, ClaimEntry, PipelineProjectionSpec, PipelineProjectionTier
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.spec import parse
 from impl.harness.tiers import of_tier
@@ -30,10 +30,10 @@ DONE, MISFIT = "done", "does not fit"
 Row = dict[str, Any]
 
 
-def rows(spec: ProjectionSpec, tier: str) -> Iterator[dict[str, Any]]:
+def rows(spec: PipelineProjectionSpec, tier: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table; raises :class:`ConfigError` for settings that cannot work."""
-    part: ProjectionTier = of_tier({str(t): p for t, p in spec.tiers.items()}, tier)
-    grid = Grid(spec)
+    part: PipelineProjectionTier = of_tier({str(t): p for t, p in spec.tiers.items()}, tier)
+    grid = PipelineGrid(spec)
     for name in part.cases:
         for cell in grid.cells(grid.case(name)):
             yield from of_cell(grid, cell)
@@ -51,7 +51,7 @@ def table(found: list[dict[str, Any]]) -> pd.DataFrame:
     return frame.astype({**whole, **dict.fromkeys(("value", "low", "high"), "float64")})
 
 
-def of_cell(grid: Grid, cell: Cell) -> Iterator[Row]:
+def of_cell(grid: PipelineGrid, cell: Cell) -> Iterator[Row]:
     """Yield memory (planned) and times (projected) of one cell; of one that does not fit the times are missing."""
     found, keys = grid.answer(cell), {**_keys(grid, cell), "sweep": "case"}
     state = {"status": MISFIT, "reason": found.misfit} if found.misfit else {"status": DONE}
@@ -70,13 +70,14 @@ def of_cell(grid: Grid, cell: Cell) -> Iterator[Row]:
         "ratio": (grid.ratio(cell), "times"),
         "bubble": (own and own.bubble, "share"),
         "exposed_s": (own and own.exposed_s, "s"),
+        "norm_share": (own and own.norm_share, "share"),
     }
     source = {"evidence": _evidence_text(own.evidence)} if own else {}
     for name, (samples, unit) in times.items():
         yield {**projected, **source, "quantity": name, "unit": unit, **_band(samples)}
 
 
-def of_largest(grid: Grid) -> Iterator[Row]:
+def of_largest(grid: PipelineGrid) -> Iterator[Row]:
     """Yield the largest microbatch that fits (planned) for each combination, 0 where not one sequence does."""
     spec, asked = grid.spec, grid.spec.largest
     methods = [m for m in spec.methods if m.id in asked.methods]
@@ -97,7 +98,7 @@ def of_largest(grid: Grid) -> Iterator[Row]:
             }
 
 
-def of_claim(grid: Grid, claim: ClaimEntry) -> Iterator[Row]:
+def of_claim(grid: PipelineGrid, claim: ClaimEntry) -> Iterator[Row]:
     """Yield ours beside a published number: ``part`` is ``baseline`` or ``value``, as in the published table."""
     shared = {"sweep": "claim", "claim": claim.id, "quantity": claim.quantity, "reason": claim.reason}
     if claim.of is None:
@@ -134,7 +135,7 @@ def _single(claim: ClaimEntry, found: Answer) -> Row:
     return {"kind": "projected", "status": DONE, "unit": "samples/s", **_band(found.projection.samples_per_s)}
 
 
-def _keys(grid: Grid, cell: Cell) -> Row:
+def _keys(grid: PipelineGrid, cell: Cell) -> Row:
     case, method, policy = grid.parts(cell)
     spec = grid.spec.run(case, method, policy)
     own = grid.answer(cell)

@@ -11,6 +11,7 @@ from impl.errors import ConfigError
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.spec import Frozen, load_yaml, parse
 from impl.harness.tiers import Id, Label, Tier, merged, no_duplicates
+from impl.projection.pipeline_flight import PipelineRecompute
 
 Dtype = Literal["float32", "bfloat16"]
 Measure = Literal["memory", "samples_per_s", "update_ratio", "memory_saved", "time_added", "words"]
@@ -26,7 +27,7 @@ class MethodEntry(Label):
 class Policy(Label):
     """What a backward computes again, and where stashed weights are."""
 
-    recompute: Literal["none", "stage", "selective-attention"] = "none"
+    recompute: PipelineRecompute = "none"
     stash_on_cpu: bool = False
 
 
@@ -84,7 +85,7 @@ class ClaimEntry(Frozen):
     reason: str
 
 
-class ProjectionTier(Frozen):
+class PipelineProjectionTier(Frozen):
     """What one tier covers: ids of cases, and whether largest microbatches are planned and claims answered."""
 
     cases: tuple[Id, ...] = Field(min_length=1)
@@ -92,10 +93,10 @@ class ProjectionTier(Frozen):
     claims: bool = True
 
 
-class ProjectionSpec(Frozen):
+class PipelineProjectionSpec(Frozen):
     """The experiment's file.
 
-    reference: method that time ratios refer to, at the same case and policy.
+    reference: method that time ratios refer to, under the policy with which it is fastest in the case.
     capacity_bytes: of the micro-groups in which matrices are updated (see :func:`pipeline_memory.memory`).
     """
 
@@ -108,10 +109,10 @@ class ProjectionSpec(Frozen):
     cases: tuple[CaseEntry, ...] = Field(min_length=1)
     largest: Largest
     claims: tuple[ClaimEntry, ...] = ()
-    tiers: dict[Tier, ProjectionTier]
+    tiers: dict[Tier, PipelineProjectionTier]
 
     @model_validator(mode="after")
-    def _known(self) -> ProjectionSpec:
+    def _known(self) -> PipelineProjectionSpec:
         for labels in (self.methods, self.policies, self.cases):
             no_duplicates(labels)
         methods, policies, cases = ({x.id for x in labels} for labels in (self.methods, self.policies, self.cases))
@@ -136,9 +137,9 @@ class ProjectionSpec(Frozen):
         return parse(PipelineSpec, merged(self.base, case.base, own, chosen))
 
 
-def load(path: str | Path) -> ProjectionSpec:
+def load(path: str | Path) -> PipelineProjectionSpec:
     """Return the experiment of a YAML file; raises :class:`ConfigError` that names the file and the setting."""
     try:
-        return parse(ProjectionSpec, load_yaml(path))
+        return parse(PipelineProjectionSpec, load_yaml(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

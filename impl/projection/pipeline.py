@@ -11,11 +11,9 @@ so many, on all stages at once, so that the mean is right while single updates a
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +23,7 @@ from impl.projection import pipeline_costs
 from impl.projection.machine import Machine
 from impl.projection.pipeline_costs import Full, Links, Piece, StageCosts, full
 from impl.projection.timeline import COMPUTE
+from impl.projection.trace import Span, chrome
 from impl.projection.uncertain import DRAWS, Cost, Samples, exact, shares
 from impl.rotation.gantt import Bar
 from impl.rotation.schedule import Action, in_order
@@ -83,6 +82,14 @@ class Track:
         """Return the share of all stages' time, first to last action of the run, in which they do not compute."""
         return 1.0 - self.busy() / (self.stages * self.end())
 
+    def most(self, phase: str) -> Samples:
+        """Return the seconds of ``phase`` for one update on the stage that computes most of it ``[1 + DRAWS]``."""
+        sums = [np.zeros(1 + DRAWS) for _ in range(self.stages)]
+        for slot in self.slots:
+            if slot.phase == phase:
+                sums[slot.stage] = sums[slot.stage] + slot.cost.seconds
+        return np.max(sums, axis=0) / len(self.ends)
+
     def bytes(self) -> dict[str, float]:
         """Return the bytes of all messages by stream."""
         out = dict.fromkeys(SEND.values(), 0.0)
@@ -108,24 +115,26 @@ class Track:
 
     def trace(self) -> str:
         """Return the nominal timeline as a Chrome trace (JSON), which Perfetto and ``chrome://tracing`` open."""
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": k, "args": {"name": f"stage {k}"}} for k in range(self.stages)
-        ]
-        for slot in self.slots:
-            seconds = float(slot.end[0] - slot.start[0])
-            if seconds > 0:
-                name = f"{slot.phase} {slot.action.number}"
-                event = {"ph": "X", "name": name, "cat": slot.phase, "pid": slot.stage, "tid": slot.stream}
-                span = {"ts": float(slot.start[0]) * 1e6, "dur": seconds * 1e6}
-                events.append({**event, **span, "args": {"phase": slot.phase, "version": slot.action.version}})
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        spans = (
+            Span(
+                process=slot.stage,
+                stream=slot.stream,
+                phase=slot.phase,
+                name=f"{slot.phase} {slot.action.number}",
+                start=float(slot.start[0]),
+                seconds=float(slot.end[0] - slot.start[0]),
+                notes={"version": slot.action.version},
+            )
+            for slot in self.slots
+        )
+        return chrome([f"stage {stage}" for stage in range(self.stages)], spans)
 
     def _computed(self) -> Iterator[Slot]:
         return (slot for slot in self.slots if slot.phase not in SEND.values())
 
 
 @dataclass(frozen=True)
-class Projection:
+class PipelineProjection:
     """What a pipeline does on a machine.  Samples are ``[1 + DRAWS]``.
 
     update_s: seconds between two updates once the pipeline is full; with ``as_run`` between those of the last stage.
@@ -147,6 +156,15 @@ class Projection:
         return self.spec.batch / self.update_s
 
     @property
+    def norm_share(self) -> Samples:
+        """The share of ``update_s`` in which a stage takes the norm of its gradients, on the stage with most of it.
+
+        The engine sums the squares of what its optimizer updates elementwise exactly, so that the norm does not depend
+        on how gradients are cut (:mod:`impl.canzona.norm`): many passes over memory.
+        """
+        return self.track.most("grad_norm") / self.update_s
+
+    @property
     def evidence(self) -> dict[str, float]:
         """The share of computing and sending time by source."""
         return self.track.evidence()
@@ -154,13 +172,16 @@ class Projection:
 
 def project(
     spec: PipelineSpec, machine: Machine, dtype: str = "float32", *, as_run: bool = False, known: Full | None = None
-) -> Projection:
+) -> PipelineProjection:
     """Return what the pipeline of ``spec`` does on ``machine``.
 
     dtype: of weights, activations and messages: ``float32``, as the runtime has them, or ``bfloat16``, with fp32
         gradients, masters and state.
     as_run: play the updates of ``spec`` to their end instead of as many as it takes to fill the pipeline and see it
-        run.
+        run, and time them on the last stage alone.  A comparison with a measured run leaves this off if the run's first
+        updates are not timed: what it is to check is the projection that experiments show, of a full pipeline, and
+        the rest of such a run is one.  The two differ where a stage before the last one is slightly slower than it:
+        the last stage then works off what piled up before it for so long that a finite run looks faster.
     known: what :func:`impl.projection.pipeline_costs.full` returns for these.
 
     Raises :class:`ConfigError` for settings that cannot work or are not modelled.
@@ -176,7 +197,7 @@ def project(
     saved = update_s - _on_cores(_pace(silent, pipeline, as_run), silent, machine)
     exposed = np.where(saved > ROUNDING * update_s, saved, 0.0)
     bubble = 1.0 - per_update / (spec.stages * update_s)
-    return Projection(spec, update_s, bubble, exposed, track, pipeline)
+    return PipelineProjection(spec, update_s, bubble, exposed, track, pipeline)
 
 
 def _on_cores(pace: Samples, track: Track, machine: Machine) -> Samples:

@@ -15,7 +15,7 @@ from impl.optimizers.routing import is_matrix
 from impl.projection.activations import boundary_bytes
 from impl.projection.hardware import Group
 from impl.projection.machine import BYTES, Block, Machine
-from impl.projection.pipeline_flight import Flight, in_flight
+from impl.projection.pipeline_flight import PipelineFlight, in_flight
 from impl.projection.uncertain import Cost, total
 from impl.rotation.method import StageContext, create_method
 from impl.rotation.schedule import Action
@@ -48,7 +48,7 @@ class Full:
     setup: PipelineSetup
     filled: int
     timed: int
-    flights: tuple[Flight, ...]
+    flights: tuple[PipelineFlight, ...]
 
 
 def full(spec: PipelineSpec, dtype: str, *, as_run: bool = False) -> Full:
@@ -107,7 +107,7 @@ class StageCosts:
 
     forward, backward, again: by sequences of a microbatch; ``again`` is what a backward computes again although the
         graph was kept, the core attention with ``selective-attention``.
-    update: norm, update rules (the mean over a refresh period), decay and step.
+    norm: of the gradients.  update: update rules (the mean over a refresh period), decay and step.
     copy: of the newest weights into the stash; load: of one version back from host memory.
     """
 
@@ -119,7 +119,7 @@ class StageCosts:
         self.forward = {rows: self._blocks(part, rows, backward=False) for rows in sizes}
         self.backward = {rows: self._blocks(part, rows, backward=True) for rows in sizes}
         self.again = {rows: self._attention(part, rows) for rows in sizes}
-        self.update = self._update(setup.contexts[stage], part)
+        self.norm, self.update = self._update(setup.contexts[stage], part)
         elements = sum(p.numel for p in setup.model.parameters(1, part))
         place = "host" if spec.stash_on_cpu else "device"
         self.copy = machine.copy(BYTES[dtype] * elements, place)
@@ -130,11 +130,11 @@ class StageCosts:
         setup, sizes = self._setup, rows_of(self._spec, self._setup)
         flight = self.flight
         copy, load = (Piece("stash", self.copy),), (Piece("stash", self.load),)
-        update = Piece("optimizer_step", self.update)
+        update = Piece("grad_norm", self.norm), Piece("optimizer_step", self.update)
         for index, action in enumerate(setup.schedule.actions[self.stage]):
             ahead = copy if index in flight.copied else ()
             if action.kind == "U":
-                yield action, (*ahead, update)
+                yield action, (*ahead, *update)
                 continue
             if self._spec.stash_on_cpu and index in flight.stashed:
                 ahead += load
@@ -161,7 +161,8 @@ class StageCosts:
     def _block(self, kind: str, rows: int) -> Block:
         return Block(self._setup.model.arch, kind, 1, rows, self._spec.sequence, self._dtype)  # type: ignore[arg-type]
 
-    def _update(self, context: StageContext, part: Part) -> Cost:
+    def _update(self, context: StageContext, part: Part) -> tuple[Cost, Cost]:
+        """Return the norm of the gradients, and the rest of an update."""
         method, machine = self._setup.method, self._machine
         rules: dict[bool, Optimizer] = {
             True: method.matrix_optimizer(context),
@@ -177,9 +178,11 @@ class StageCosts:
         costs = [machine.update(rules[matrix], shape).times(count) for (matrix, shape), count in shapes.items()]
         costs += [machine.update(rules[matrix], (count,)) for matrix, count in flat.items()]
         elements, elementwise = sum(p.numel for p in self._setup.model.parameters(1, part)), sum(flat.values())
-        if elements:  # the engine takes the norm, which also finds gradients that are not finite, in any case
-            costs += [machine.norm(elements - elementwise), machine.norm(elementwise, exact=True)]
-        return total([*costs, machine.apply(elements, self._dtype)]) if elements else Cost.nothing()
+        if not elements:
+            return Cost.nothing(), Cost.nothing()
+        # the engine takes the norm, which also finds gradients that are not finite, in any case
+        norm = total([machine.norm(elements - elementwise), machine.norm(elementwise, exact=True)])
+        return norm, total([*costs, machine.apply(elements, self._dtype)])
 
 
 class Links:

@@ -15,11 +15,11 @@ from impl.rotation.schedule import Mode, Schedule, peak_versions
 from impl.rotation.stage_parts import StageOptions, kept_graphs
 from impl.rotation.stash import Stash
 
-Recompute = Literal["none", "stage", "selective-attention"]
+PipelineRecompute = Literal["none", "stage", "selective-attention"]
 
 
 @dataclass(frozen=True)
-class Flight:
+class PipelineFlight:
     """What one stage keeps over a schedule.
 
     kept: microbatches whose graph lives from forward to backward.
@@ -40,8 +40,8 @@ class Flight:
 
 @lru_cache(maxsize=64)  # projections of many methods share a few schedules
 def in_flight(
-    name: str, mode: Mode, stages: int, per_update: int, segments: tuple[int, ...], recompute: Recompute
-) -> tuple[Flight, ...]:
+    name: str, mode: Mode, stages: int, per_update: int, segments: tuple[int, ...], recompute: PipelineRecompute
+) -> tuple[PipelineFlight, ...]:
     """Return what every stage keeps under the schedule that :func:`impl.rotation.rules.build` makes of these.
 
     For methods that change neither weights nor gradients by themselves.
@@ -51,7 +51,7 @@ def in_flight(
     return tuple(_flight(schedule, stage, recompute, versions[stage]) for stage in range(stages))
 
 
-def _flight(schedule: Schedule, stage: int, recompute: Recompute, versions: int) -> Flight:
+def _flight(schedule: Schedule, stage: int, recompute: PipelineRecompute, versions: int) -> PipelineFlight:
     plain = Method(HyperParameters())
     kept, outlives = kept_graphs(schedule, stage, plain, StageOptions(recompute=recompute))
     actions = schedule.actions[stage]
@@ -73,7 +73,7 @@ def _flight(schedule: Schedule, stage: int, recompute: Recompute, versions: int)
             stash.used(action.version)
         held = len(stash.versions)
     peaks = _peaks(schedule, stage, kept)
-    return Flight(frozenset(kept), frozenset(copied), frozenset(stashed), versions, stash.bytes(), peaks)
+    return PipelineFlight(frozenset(kept), frozenset(copied), frozenset(stashed), versions, stash.bytes(), peaks)
 
 
 def _peaks(schedule: Schedule, stage: int, kept: set[int]) -> frozenset[tuple[int, int]]:

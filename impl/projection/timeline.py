@@ -7,7 +7,6 @@ and one stream per communicator; a stream does one thing at a time, in the order
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from impl.projection.trace import Span, chrome
 from impl.projection.uncertain import DRAWS, Cost, Samples, shares
 
 Array = NDArray[np.float64]
@@ -156,18 +156,14 @@ class Timeline:
         ranks: which to show; all of them, the mesh's last axis first, if not given.  names: of those, in their order.
         """
         shown = list(np.ndindex(*self.mesh)) if ranks is None else list(ranks)
-        events: list[dict[str, Any]] = []
-        for number, rank in enumerate(shown):
-            label = names[number] if names else f"rank {', '.join(map(str, rank))}"
-            events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}})
+        spans: list[Span] = []
         for op in self.ops:
             start, seconds = (np.broadcast_to(a[0], self.mesh) for a in (op.start, op.seconds))
+            notes = {"evidence": list(op.evidence)}
             for number, rank in enumerate(shown):
-                if seconds[rank] > 0:
-                    event = {"ph": "X", "name": op.name, "cat": op.phase, "pid": number, "tid": op.stream}
-                    span = {"ts": float(start[rank]) * 1e6, "dur": float(seconds[rank]) * 1e6}
-                    events.append({**event, **span, "args": {"phase": op.phase, "evidence": list(op.evidence)}})
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+                times = float(start[rank]), float(seconds[rank])
+                spans.append(Span(number, op.stream, op.name, op.phase, *times, notes))
+        return chrome(names or [f"rank {', '.join(map(str, rank))}" for rank in shown], spans)
 
     def _compute(self, phases: Sequence[str]) -> list[Op]:
         return [op for op in self.ops if op.stream == COMPUTE and (not phases or op.phase in phases)]

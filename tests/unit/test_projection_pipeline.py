@@ -13,15 +13,20 @@ from impl.errors import ConfigError
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.models import catalogue
 from impl.optimizers.base import Optimizer, Shape
+from impl.projection import hardware
 from impl.projection.hardware import Group
-from impl.projection.machine import BYTES, Block
-from impl.projection.pipeline import SEND, Projection, project
+from impl.projection.machine import BYTES, Block, Roofline
+from impl.projection.pipeline import SEND, PipelineProjection, project
 from impl.projection.pipeline_costs import full
 from impl.projection.uncertain import Cost, exact
 from impl.rotation.gantt import bubble, timeline
 
 pytestmark = pytest.mark.timeout(120)
 FORWARD, BACKWARD, UPDATE = 1.0, 2.0, 0.5
+
+
+def certain(seconds: float) -> Cost:
+    return Cost.of(exact(seconds), "toy")
 
 
 @dataclass
@@ -34,6 +39,7 @@ class Toy:
     head_s: float = 0.0
     bandwidth: float = float("inf")
     copy_s: float = 0.0
+    norm_s: float = 0.0
     shared: bool = False
     cores: int | None = None
     name: str = "toy"
@@ -60,7 +66,7 @@ class Toy:
         return Cost.of(exact(self.apply_s), "toy")
 
     def norm(self, elements: int, *, exact: bool = False) -> Cost:
-        return Cost.nothing()
+        return certain(self.norm_s) if exact else Cost.nothing()
 
     def copy(self, count: float, where: str) -> Cost:
         return Cost.of(exact(self.copy_s), "toy")
@@ -77,7 +83,7 @@ def settings(method: str, stages: int, **more: object) -> PipelineSpec:
     return PipelineSpec(model="qwen3-tiny", method=method, stages=stages, **own)  # type: ignore[arg-type]
 
 
-def nominal(found: Projection) -> float:
+def nominal(found: PipelineProjection) -> float:
     return float(found.update_s[0])
 
 
@@ -256,6 +262,35 @@ def test_the_trace_has_every_slot_that_takes_time():
     events = [e for e in json.loads(found.track.trace())["traceEvents"] if e["ph"] == "X"]
     assert len(events) == sum(float(s.end[0]) > float(s.start[0]) for s in found.track.slots)
     assert {e["tid"] for e in events} == {"compute", *SEND.values()}
+
+
+@pytest.mark.parametrize(("method", "microbatches"), [("pipedream", 1), ("gpipe", 2)])
+def test_the_norm_is_a_part_of_the_update(method, microbatches):
+    spec = settings(method, 2, batch=microbatches, microbatches=microbatches)
+    plain, found = project(spec, Toy()), project(spec, Toy(norm_s=0.75))
+    assert nominal(found) - nominal(plain) == pytest.approx(0.75)
+    assert found.norm_share == pytest.approx(0.75 / found.update_s)
+    assert plain.norm_share.max() == 0
+    assert {slot.phase for slot in found.track.slots if slot.action.kind == "U"} == {"grad_norm", "optimizer_step"}
+    assert found.track.most("optimizer_step")[0] == pytest.approx(UPDATE)
+    assert found.track.most("nothing of that name").max() == 0
+
+
+RUNS = [("1f1b-flush", {}), ("pipedream-2bw", {}), ("pipedream", {}), ("basis-rotation", {"period": 10})]
+
+
+@pytest.mark.parametrize(("method", "own"), RUNS, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_measured_run_without_its_first_updates_is_a_full_pipeline(method, own):
+    """The runs of pipeline_time, in proportion to a data sheet: why a comparison with them projects a full pipeline."""
+    stages = {"model": "qwen3-small", "sequence": 128, "steps": 24, "stages": 4}
+    spec = PipelineSpec(method=method, method_settings=own, **stages)  # type: ignore[arg-type]
+    machine = Roofline(hardware.load("h100x8"))
+    full_pipeline, as_run = project(spec, machine), project(spec, machine, as_run=True)
+    assert as_run.update_s == pytest.approx(full_pipeline.update_s, rel=1e-3)
+    # negative control: a run in which the last stage works off what piled up before it is not
+    piled = settings("pipedream", 4, layers=9, layer_counts=(3, 2, 2, 2), steps=24)
+    toy = Toy(head_s=0.96 * (FORWARD + BACKWARD) / 2)
+    assert nominal(project(piled, toy, as_run=True)) < 0.999 * nominal(project(piled, toy))
 
 
 def test_evidence_is_shared_out_by_time():
