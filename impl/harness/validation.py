@@ -88,10 +88,15 @@ def replay_rows(
                 settings = system.run_spec(spec.base)
                 mine = frame.loc[(frame["run"] == run.id) & (frame["system"] == system.id)]
                 times = mine.loc[(mine["phase"] == "optimizer_step") & (mine["quantity"] == "time"), "value"]
-                slowest = max(replay["shares"], key=lambda share: share.get("seconds", 0.0))
-                spread = Range(*(replay["step_s"] * slowest[q] / slowest["seconds"] for q in ("q25", "seconds", "q75")))
-                evidence = {f"measured: replay of rank {slowest['rank']}, n={slowest['n']}": 1.0}
                 keys = {**_training_keys(name, run, settings, system, mine), "method": "replay"}
+                missing = next((share["note"] for share in replay["shares"] if "note" in share), None)
+                if missing is not None:  # it may have been the slowest
+                    yield {**keys, "status": "not projected", "reason": missing}
+                    continue
+                slowest = max(replay["shares"], key=lambda share: share["seconds"])
+                low, high = (replay["step_s"] * slowest[q] / slowest["seconds"] for q in ("q25", "q75"))
+                spread = Range.of_quartiles(low, replay["step_s"], high)
+                evidence = {f"measured: replay of rank {slowest['rank']}, n={slowest['n']}": 1.0}
                 measured = Measurement.of(times.dropna().to_numpy(float))
                 yield _row(keys, "optimizer_step", measured, spread.draws("replay"), evidence)
 
