@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
-from paper_figures import common, markdown
+from paper_figures import common, markdown, style
 from paper_figures.published import claim
 
 DONE = "done"
@@ -44,6 +46,12 @@ def cell(rows: pd.DataFrame, quantity: str, digits: int = 3, *, ratio: bool = Fa
     if not math.isfinite(low):
         return markdown.number(value, digits)
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def note(rows: pd.DataFrame) -> str:
+    """Return what the experiment's file says about the grid of ``rows``; empty if that is nothing."""
+    found = [str(text) for (text,) in common.distinct(rows, "note") if not common.is_missing(text)]
+    return found[0] if found else ""
 
 
 def gigabytes(rows: pd.DataFrame, quantity: str) -> str:
@@ -126,6 +134,31 @@ def errors(rows: pd.DataFrame, factor: float = 1.0, *, ratio: bool = False) -> t
     names = ("ratio", "ratio_low", "ratio_high") if ratio else ("value", "low", "high")
     value, low, high = (common.numbers(rows, name) * factor for name in names)
     return list(value), [list(value - low), list(high - value)]
+
+
+def numberless(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the cases without a number: one each, with the status."""
+    return frame.loc[frame["status"] != DONE]
+
+
+def mark_numberless(axis: Axes, places: Sequence[float], colour: style.Colour, height: float = 0.03) -> None:
+    """Draw a small cross for each case without a number at ``height``, a share of the axis from its lower edge."""
+    axis.plot(
+        places,
+        [height] * len(places),
+        "x",
+        markersize=3.5,
+        color=colour,
+        transform=axis.get_xaxis_transform(),
+        zorder=4,
+    )
+
+
+def numberless_handle(frame: pd.DataFrame) -> list[Line2D]:
+    """Return the legend's entry of the crosses, which says what they stand for; none if ``frame`` has no such case."""
+    found = [str(status) for (status,) in common.distinct(numberless(frame), "status")]
+    look = {"marker": "x", "linestyle": "", "markersize": 3.5, "color": "0.3"}
+    return [style.line("at the lower edge: " + " or ".join(found), look)] if found else []
 
 
 def subtitle(frame: pd.DataFrame) -> str:
