@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 METHODS = ("timeline", "replay")
@@ -38,8 +39,8 @@ def judged_errors(frame: pd.DataFrame, method: str) -> pd.DataFrame:
 
 def verdict(frame: pd.DataFrame, method: str) -> Verdict | None:
     """Return whether the limit of ``method`` holds in ``frame``; None if nothing was compared."""
-    errors = judged_errors(frame, method)["error"].abs()
-    if errors.empty:
+    errors = np.abs(judged_errors(frame, method)["error"].to_numpy(dtype=float))
+    if not errors.size:
         return None
-    limit = float(frame["replay_limit" if method == "replay" else "limit"].iloc[0])
-    return Verdict(len(errors), float(errors.median()), float(errors.max()), limit)
+    limit = frame["replay_limit" if method == "replay" else "limit"].to_numpy(dtype=float)[0]
+    return Verdict(len(errors), float(np.median(errors)), float(errors.max()), float(limit))
