@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
-from paper_figures import common, markdown
+from paper_figures import common, markdown, style
 from paper_figures.published import claim
 
 DONE = "done"
@@ -46,6 +48,12 @@ def cell(rows: pd.DataFrame, quantity: str, digits: int = 3, *, ratio: bool = Fa
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
+def note(rows: pd.DataFrame) -> str:
+    """Return what the experiment's file says about the grid of ``rows``; empty if that is nothing."""
+    found = [str(text) for (text,) in common.distinct(rows, "note") if not common.is_missing(text)]
+    return found[0] if found else ""
+
+
 def gigabytes(rows: pd.DataFrame, quantity: str) -> str:
     """Return planned bytes in decimal GB."""
     values = common.numbers(common.where(rows, quantity=quantity), "value")
@@ -79,7 +87,7 @@ def claims(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         unit = str(system["unit"])
         factor = SCALE[unit][0]
         shown = " -> ".join(_value(row, factor) for row in common.records(found))
-        texts = [_pair(baseline, value), markdown.number(theirs, 2), f"{shown} {SCALE[unit][1]}".strip()]
+        texts = [_pair(baseline, value), markdown.number(theirs, 2), f"{shown} {SCALE[unit][1]} [{system['kind']}]"]
         ours = float(system["ratio"])
         if math.isfinite(ours):
             texts.append(f"{ours:.2f} [{system['ratio_low']:.2f}, {system['ratio_high']:.2f}]")
@@ -87,14 +95,17 @@ def claims(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         else:
             single = float(system["value"]) * factor / value if value else math.nan
             texts += [markdown.DASH, markdown.number(single, 2)]
-        what = f"{key['quantity']}, {system['model']}, {system['optimizer']}, DP{system['dp']} x TP{system['tp']}"
+        if not system["comparable"]:
+            texts[-1] = "not comparable"
+        quantity = {"rest": "iteration less optimizer"}.get(str(key["quantity"]), str(key["quantity"]))
+        what = f"{quantity}, {system['model']}, {system['optimizer']}, DP{system['dp']} x TP{system['tp']}"
         rows.append([name, what.replace("_", " "), *texts, str(system["reason"])])
     header = [
         "claim",
         "what",
         "published",
         "ratio",
-        "ours (projected)",
+        "ours",
         "ratio",
         "ours / published",
         "why they may differ",
@@ -126,6 +137,31 @@ def errors(rows: pd.DataFrame, factor: float = 1.0, *, ratio: bool = False) -> t
     names = ("ratio", "ratio_low", "ratio_high") if ratio else ("value", "low", "high")
     value, low, high = (common.numbers(rows, name) * factor for name in names)
     return list(value), [list(value - low), list(high - value)]
+
+
+def numberless(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the cases without a number: one each, with the status."""
+    return frame.loc[frame["status"] != DONE]
+
+
+def mark_numberless(axis: Axes, places: Sequence[float], colour: style.Colour, height: float = 0.03) -> None:
+    """Draw a small cross for each case without a number at ``height``, a share of the axis from its lower edge."""
+    axis.plot(
+        places,
+        [height] * len(places),
+        "x",
+        markersize=3.5,
+        color=colour,
+        transform=axis.get_xaxis_transform(),
+        zorder=4,
+    )
+
+
+def numberless_handle(frame: pd.DataFrame) -> list[Line2D]:
+    """Return the legend's entry of the crosses, which says what they stand for; none if ``frame`` has no such case."""
+    found = [str(status) for (status,) in common.distinct(numberless(frame), "status")]
+    look = {"marker": "x", "linestyle": "", "markersize": 3.5, "color": "0.3"}
+    return [style.line("at the lower edge: " + " or ".join(found), look)] if found else []
 
 
 def subtitle(frame: pd.DataFrame) -> str:

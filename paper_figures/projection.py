@@ -51,6 +51,7 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         "contains the exchange over TP and, where it blocks, the gather of parameters. "
         + projected.hardware_line(main),
         "## The published point: Qwen3-32B, Muon\n",
+        projected.note(main),
         main_table(frame),
         projected.claims(frame, published),
     ]
@@ -65,7 +66,8 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         if len(rows):
             keys = ("model_name", "optimizer_name", "dp", "tp", "system_name", "varied")
             header = ["model", "optimizer", "DP", "TP", "system", "setting"]
-            blocks += [f"## {title}", _capacity(rows) if grid == "capacity" else "", _times(rows, keys, header)]
+            words = [projected.note(rows), _capacity(rows) if grid == "capacity" else ""]
+            blocks += [f"## {title}", *words, _times(rows, keys, header)]
     blocks += [projected.evidence(main), projected.reasons(frame)]
     return markdown.document("What a step costs on 256 GPUs", *blocks)
 
@@ -95,7 +97,8 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
         _models(axis, rows, colours)
         axis.set_title(optimizer)
     axes[0].set_ylabel("optimizer step, s")
-    handles = [style.patch(name, colours[name]) for name in names]
+    handles: list[Any] = [style.patch(name, colours[name]) for name in names]
+    handles += projected.numberless_handle(main)
     lower.legend(handles=handles, loc="outside lower center", ncols=3)
     result.suptitle(projected.subtitle(frame), fontsize=8)
     return result
@@ -127,10 +130,10 @@ def _capacity(frame: pd.DataFrame) -> str:
     sizes = dict(zip(held["varied"], common.numbers(held, "value"), strict=True))
     capacity = int(str(enough["varied"]).partition("=")[2])
     return (
-        f"From {capacity / 2**20:.0f} MiB on (fp32 gradient shards per host and source) the step is within {SAME:.0%} of "
-        f"its fastest; the buffers of its micro-groups take {sizes[enough['varied']] / 1e9:.1f} GB there and "
-        f"{max(sizes.values()) / 1e9:.1f} GB at the largest capacity. Published: 512 MB is enough, more only costs memory "
-        "(which bytes are counted is not said)."
+        f"From {capacity / 2**20:.0f} MiB on (fp32 gradient shards per host and source) the step is within {SAME:.0%} "
+        f"of its fastest; the buffers of its micro-groups take {sizes[enough['varied']] / 1e9:.1f} GB there and "
+        f"{max(sizes.values()) / 1e9:.1f} GB at the largest capacity. Published: 512 MB is enough, more only costs "
+        "memory (which bytes are counted is not said)."
     )
 
 
@@ -170,13 +173,15 @@ def _models(axis: Axes, frame: pd.DataFrame, colours: dict[str, Any]) -> None:
     models = [str(name) for (name,) in common.distinct(frame, "model_name")]
     systems = [name for _, name in common.systems(frame)]
     for number, name in enumerate(systems):
-        rows = common.where(frame, system_name=name, quantity="optimizer")
-        if rows.empty:
-            continue
+        mine = common.where(frame, system_name=name)
         shift = 0.6 * ((number + 0.5) / len(systems) - 0.5)
-        places = np.array([models.index(str(model)) for model in rows["model_name"]]) + shift
+        rows, missing = common.where(mine, quantity="optimizer"), projected.numberless(mine)
+        places, crosses = (
+            np.array([models.index(str(model)) for model in some["model_name"]]) + shift for some in (rows, missing)
+        )
         value, error = projected.errors(rows)
         axis.errorbar(places, value, yerr=error, fmt="o", markersize=3, linewidth=0.9, color=colours[name])
+        projected.mark_numberless(axis, list(crosses), colours[name])
     axis.set_yscale("log")
     axis.set_xticks(range(len(models)), [name.removeprefix("Qwen3-") for name in models])
     axis.set_xlabel("Qwen3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +16,15 @@ GRIDS = {
     "dp-8b": "More DP ranks, 4 sequences each, TP8, Qwen3-8B",
     "tp": "TP against DP on 256 GPUs",
 }
+
+
+SHOWN = {
+    "optimizer": ("Optimizer step, s", 3),
+    "iteration": ("Iteration, s", 3),
+    "exposed_communication": ("Exposed communication, s", 3),
+    "mfu": ("MFU, %", 0),
+}
+"""Quantities of the tables, with heading and digits."""
 
 
 def main_table(frame: pd.DataFrame) -> str:
@@ -32,13 +43,9 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         rows = common.where(frame, grid=grid)
         if rows.empty:
             continue
-        for quantity, label, digits in (
-            ("optimizer", "Optimizer step, s", 3),
-            ("iteration", "Iteration, s", 3),
-            ("exposed_communication", "Exposed communication, s", 3),
-            ("mfu", "MFU, %", 0),
-        ):
-            blocks += [f"## {title}: {label}", _sweep(rows, quantity, digits)]
+        blocks += [f"## {title}", projected.note(rows)]
+        for quantity, (label, digits) in SHOWN.items():
+            blocks += [f"### {label}", _sweep(rows, quantity, digits)]
     blocks += [projected.evidence(frame), projected.reasons(frame)]
     return markdown.document("Scaling to 4096 GPUs", *blocks)
 
@@ -64,7 +71,8 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     axes[0][0].set_ylabel("optimizer step, s")
     axes[1][0].set_ylabel("MFU, %")
     axes[1][0].set_ylim(bottom=0)
-    handles = [style.patch(name, colours[name]) for _, name in common.systems(frame)]
+    handles: list[Any] = [style.patch(name, colours[name]) for _, name in common.systems(frame)]
+    handles += projected.numberless_handle(frame)
     result.legend(handles=handles, loc="outside lower center", ncols=4)
     result.suptitle("Projected; line: nominal, shade: band that 90 of 100 draws of the inputs lead to", fontsize=8)
     return result
@@ -83,10 +91,11 @@ def _sweep(frame: pd.DataFrame, quantity: str, digits: int) -> str:
 def _draw(
     axis: Axes, frame: pd.DataFrame, quantity: str, sweep: str, factor: float, colours: dict[str, style.Colour]
 ) -> None:
-    for _, name in common.systems(frame):
-        rows = common.where(frame, system_name=name, quantity=quantity)
-        if rows.empty:
-            continue
+    for number, (_, name) in enumerate(common.systems(frame)):
+        mine = common.where(frame, system_name=name)
+        crosses = common.numbers(projected.numberless(mine), sweep)
+        projected.mark_numberless(axis, list(crosses), colours[name], 0.03 + 0.045 * number)
+        rows = common.where(mine, quantity=quantity)
         x = common.numbers(rows, sweep)
         value, low, high = (common.numbers(rows, column) * factor for column in ("value", "low", "high"))
         axis.plot(x, value, "o-", markersize=2.5, color=colours[name])

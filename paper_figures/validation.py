@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from impl.harness import validation_verdict
 from paper_figures import common, markdown, projected, style
 
 QUANTITIES = {
@@ -19,10 +20,6 @@ QUANTITIES = {
     "optimizer_step": "optimizer step",
     "update": "pipeline update",
 }
-JUDGED = ("iteration", "optimizer_step", "update")
-"""Quantities that the limit is about."""
-LIMIT, REPLAY_LIMIT = 0.2, 0.1
-"""Of the median error of the timeline, and of a replay (experiments/validation.yaml)."""
 
 
 def main_table(frame: pd.DataFrame) -> str:
@@ -35,14 +32,14 @@ def main_table(frame: pd.DataFrame) -> str:
         own = _errors(mine.loc[~_shared(mine)])
         name = f"{QUANTITIES[str(key['quantity'])]}{' (replay)' if key['method'] == 'replay' else ''}"
         rows.append([str(key["experiment"]), name, str(len(errors)), *_summary(errors), *_summary(own)[:1]])
-    judged = _judged(frame)
-    own = _errors(judged.loc[~_shared(judged)])
-    rows.append(
-        ["all of the timeline", "iteration, optimizer step, update", *_line(_errors(judged)), *_summary(own)[:1]]
-    )
-    replays = _errors(common.where(frame, method="replay"))
-    if len(replays):
-        rows.append(["all replays", "optimizer step", *_line(replays), *_summary(replays)[:1]])
+    for method, name, what in (
+        ("timeline", "all of the timeline", "iteration, optimizer step, update"),
+        ("replay", "all replays", "optimizer step"),
+    ):
+        judged = validation_verdict.judged_errors(frame, method)
+        if len(judged):
+            own = _errors(judged.loc[~_shared(judged)])
+            rows.append([name, what, str(len(judged)), *_summary(_errors(judged)), *_summary(own)[:1]])
     header = ["experiment", "quantity", "configurations", "median |error|", "largest |error|", "median error"]
     return markdown.table([*header, "median |error|, own cores"], rows)
 
@@ -50,17 +47,11 @@ def main_table(frame: pd.DataFrame) -> str:
 def verdicts(frame: pd.DataFrame) -> str:
     """Return in words whether the limits hold."""
     lines = []
-    errors = np.abs(_errors(_judged(frame)))
-    if errors.size:
-        text = "within" if np.median(errors) <= LIMIT else "**outside**"
-        lines.append(f"- Timeline: median error {np.median(errors):.1%} over {errors.size}: {text} {LIMIT:.0%}.")
-    replays = np.abs(_errors(common.where(frame, method="replay")))
-    if replays.size:
-        text = "within" if np.median(replays) <= REPLAY_LIMIT else "**outside**"
-        lines.append(
-            f"- Rank replay: median error {np.median(replays):.1%}, largest {replays.max():.1%}, over {replays.size}: "
-            f"{text} {REPLAY_LIMIT:.0%}."
-        )
+    for method, name in (("timeline", "Timeline"), ("replay", "Rank replay")):
+        verdict = validation_verdict.verdict(frame, method)
+        if verdict is not None:
+            text = "within" if verdict.holds else "**outside**"
+            lines.append(f"- {name}: {verdict}: {text} {verdict.limit:.0%}.")
     agreed, pairs = order(frame)
     if pairs:
         lines.append(f"- Order of the systems: {agreed} of {pairs} pairs whose measured intervals do not overlap.")
@@ -105,6 +96,7 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     rows = common.where(frame, status=common.DONE)
     rows = rows.loc[rows["quantity"].isin(list(QUANTITIES))]
     names = [name for name in QUANTITIES if name in set(rows["quantity"])]
+    limit = float(frame["limit"].iloc[0])
     result = Figure(figsize=(style.TWO_COLUMNS_IN, 2.5), layout="constrained")
     axes = result.subplots(1, max(len(names), 1), squeeze=False)[0]
     experiments = projected.order([str(v) for v in rows["experiment"]])
@@ -114,7 +106,7 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
         ends = [v for c in ("measured", "predicted") for v in common.numbers(mine, c)]
         low, high = 0.7 * min(ends), 1.4 * max(ends)
         span = np.array([low, high])
-        axis.fill_between(span, span * (1 - LIMIT), span * (1 + LIMIT), color="0.9", linewidth=0, zorder=0)
+        axis.fill_between(span, span * (1 - limit), span * (1 + limit), color="0.9", linewidth=0, zorder=0)
         axis.plot(span, span, color="0.5", linewidth=0.8, zorder=1)
         for key, own in projected.rows_of(mine, "experiment", "method", "shared_cores"):
             _points(axis, own, key, colours)
@@ -131,7 +123,7 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     ]
     handles.append(style.line("ranks share cores", {"marker": "o", "linestyle": "", "color": "0.4", "mfc": "white"}))
     handles.append(style.line("replay", {"marker": "x", "linestyle": "", "color": "0.4"}))
-    handles.append(style.patch(f"within {LIMIT:.0%}", (0.9, 0.9, 0.9)))
+    handles.append(style.patch(f"within {limit:.0%}", (0.9, 0.9, 0.9)))
     result.legend(handles=handles, loc="outside lower center", ncols=6)
     return result
 
@@ -184,11 +176,6 @@ def _left_out(frame: pd.DataFrame) -> str:
     return "\n".join(["## Without a comparison\n", *lines]) if lines else ""
 
 
-def _judged(frame: pd.DataFrame) -> pd.DataFrame:
-    rows = common.where(frame, method="timeline")
-    return rows.loc[rows["quantity"].isin(JUDGED)]
-
-
 def _errors(rows: pd.DataFrame) -> np.ndarray:
     values = common.numbers(rows, "error")
     return values[np.isfinite(values)]
@@ -199,10 +186,6 @@ def _summary(errors: np.ndarray) -> list[str]:
         return [markdown.DASH] * 3
     size = np.abs(errors)
     return [f"{np.median(size):.1%}", f"{size.max():.1%}", f"{np.median(errors):+.1%}"]
-
-
-def _line(errors: np.ndarray) -> list[str]:
-    return [str(len(errors)), *_summary(errors)]
 
 
 def _shared(rows: pd.DataFrame) -> np.ndarray:

@@ -79,7 +79,8 @@ replay() { # NAME LIMIT MODEL DP TP STRATEGY MORE...
 [ "$dry" = true ] || mkdir -p "$out"
 # 1. tests: 110 s
 part "tests that need a GPU" 110 "$python" -m pytest tests/gpu -q -p no:cacheprovider
-# 2. kernels: 60 + 110 s.  The time that the command is given ends before its limit, so that the table is written.
+# 2. kernels: 60 + 110 s.  The time that the command is given ends before its limit; should one long kernel overrun it,
+# the table has the rows measured until then, as they are written while the job runs.
 if [ "$device" = cuda ]; then
     part "kernels of Qwen3-1.7B" 60 "$python" -m impl kernels --model qwen3-1.7b --optimizer "${optimizers[@]}" \
         --device cuda --seconds 30 --case-seconds 0.2 --out "$out/kernels.csv"

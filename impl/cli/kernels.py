@@ -9,9 +9,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from impl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from impl.projection.kernel_table import Row, Table
 
 HELP = "measure the kernels of a run on this machine and keep them in a table"
 
@@ -71,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         spec = parse(KernelsSpec, {"cases": [case.model_dump() for case in due], **settings, "runtime": runtime})
         with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
             begin = time.monotonic()
-            code, rows = kernels_run.execute(spec, Path(folder))
+            code, rows = kernels_run.execute(spec, Path(folder), partial(_keep, table, args.out))
             left -= time.monotonic() - begin
         table = table.merged(rows)
         table.write(args.out)
@@ -81,6 +86,11 @@ def run(args: argparse.Namespace) -> int:
             break
     print(f"{measured} times measured, {left_out} left out, {kept} kernels known already: {args.out}")
     return code
+
+
+def _keep(table: Table, out: Path, rows: list[Row]) -> None:
+    """Write what a job that still runs has measured."""
+    table.merged(rows).write(out)
 
 
 def _wanted(args: argparse.Namespace, cores: int | None) -> dict[int, list]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from impl.cli.balance import write_atomically
 from impl.errors import ConfigError
-from impl.harness import validation
+from impl.harness import validation, validation_verdict
 from impl.harness.validation_spec import load, runs_of
 
 HELP = "project the timed runs of this machine from its own kernel times and compare"
@@ -27,21 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the table; returns 0."""
-    tier = load(args.config).tier(args.tier)
+    spec = load(args.config)
+    tier = spec.tier(args.tier)
     runs = runs_of(args.config.parent, tier.experiments, args.tier)
     found = list(validation.rows(runs, args.results, args.kernels))
     if args.replays is not None:
         found += validation.replay_rows(runs, args.results, _replays(args.replays))
-    frame = validation.table(found)
+    frame = validation.table(found, spec.limits)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         write_atomically(args.out / "validation.parquet", lambda path: frame.to_parquet(path, index=False))
         write_atomically(args.out / "validation.csv", lambda path: frame.to_csv(path, index=False))
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
-    done = frame.loc[frame["status"] == "done"]
-    median = done["error"].abs().median()
-    print(f"validation: {len(done)} comparisons, median error {median:.1%} -> {args.out / 'validation.parquet'}")
+    for method in validation_verdict.METHODS:
+        verdict = validation_verdict.verdict(frame, method)
+        if verdict is not None:
+            holds = "within" if verdict.holds else "OUTSIDE"
+            print(f"validation: {method}: {verdict}: {holds} the limit of {verdict.limit:.0%}")
+    done, left = (frame["status"] == "done").sum(), (frame["status"] != "done").sum()
+    print(f"validation: {done} comparisons, {left} without one -> {args.out / 'validation.parquet'}")
     return 0
 
 

@@ -6,8 +6,10 @@ import dataclasses
 import gc
 import math
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from impl.errors import ConfigError
 from impl.harness import launch, provenance
 from impl.harness.progress import Progress
 from impl.harness.record import RunFolder, append_row, read_rows
@@ -30,14 +33,44 @@ TARGET = "impl.harness.kernels_run:run"
 NO_TIME = "the time was used up"
 
 
-def execute(spec: KernelsSpec, folder: Path) -> tuple[int, list[Row]]:
+KEEP_S = 1.0
+"""Seconds between two looks at what a job has measured."""
+
+
+def execute(spec: KernelsSpec, folder: Path, keep: Callable[[list[Row]], None]) -> tuple[int, list[Row]]:
     """Measure in the run folder ``folder``; return the exit code and the rows, those before a failure too.
 
+    keep: is called with all rows so far whenever there are more, so that nothing is lost if this process is killed.
     Raises :class:`impl.errors.ConfigError` before anything is started.
     """
     device_type(spec.runtime.device, spec.processes)
-    code = launch.execute(TARGET, spec, folder, ranks=spec.processes, runtime=spec.runtime)
+    with _watched(folder, keep):
+        code = launch.execute(TARGET, spec, folder, ranks=spec.processes, runtime=spec.runtime)
     return code, rows_of(folder)
+
+
+@contextmanager
+def _watched(folder: Path, keep: Callable[[list[Row]], None]) -> Iterator[None]:
+    ended = threading.Event()
+
+    def watch() -> None:
+        known = 0
+        while not ended.wait(KEEP_S):
+            rows = rows_of(folder)
+            if len(rows) > known:
+                known = len(rows)
+                try:
+                    keep(rows)
+                except ConfigError:
+                    return  # the caller's own write at the end says why
+
+    thread = threading.Thread(target=watch, name="keep kernel rows", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def rows_of(folder: Path) -> list[Row]:

@@ -45,14 +45,14 @@ SETTINGS = ("strategy", "nv_version", "tp_update", "dp", "tp", "gpus", "hardware
 COLUMNS = (
     *(*CASE, *SETTINGS, "varied", "reference", "status", "reason"),
     *("quantity", "value", "low", "high", "ratio", "ratio_low", "ratio_high", "unit", "kind", "evidence"),
-    "comparable",
+    *("note", "comparable"),
 )
 """Columns of the table: a row per case and quantity.
 
 comparable: of a claim, whether a ratio to the published value says anything.
 low, high: the band of the inputs' draws.  ratio: of the value to the reference system's, with the band of the paired
 draws.  kind: ``projected`` for times, ``planned`` for bytes of memory.  evidence: share of the time by source, JSON.
-varied: the setting that a sweep changes, as ``name=value``.
+varied: the setting that a sweep changes, as ``name=value``.  note: what the experiment says about the grid.
 """
 
 
@@ -71,6 +71,7 @@ def rows(spec: ProjectionSpec, tier: str, experiment: str, root: Path) -> Iterat
         reference = _usable(found.get(spec.reference))
         for case in cases:
             keys = {**case.keys(), "experiment": experiment, "reference": spec.reference}
+            keys["note"] = spec.notes.get(case.grid.id)
             one = found[case.system.id]
             if isinstance(one, ConfigError):
                 yield {**keys, "status": "not possible", "reason": str(one), "kind": "projected"}

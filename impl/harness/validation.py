@@ -18,25 +18,27 @@ from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.run import Run
 from impl.harness.spec import RunSpec
 from impl.harness.step_time_spec import StepTimeSpec, System
+from impl.harness.validation_spec import Limits
 from impl.projection import pipeline
 from impl.projection.measured import load_machine
 from impl.projection.training import Projection, Workload, project
 from impl.projection.uncertain import Range, Samples, band
 
-PHASES = {"iteration": "iteration", "optimizer_step": "optimizer_step", "forward_backward": "forward_backward"}
-"""What is compared of a training step: the projection's name, and the phase of the measurement."""
+PHASES = ("iteration", "optimizer_step", "forward_backward")
+"""What is compared of a training step; the projection's quantity and the phase of the measurement have equal names."""
 FILLING = 5
 """First updates of a pipeline that are not timed: they fill it and compute first bases (docs/numbers.md)."""
 KEYS = ("experiment", "run", "model", "optimizer", "system", "system_name", "dp", "tp", "stages", "processes")
 COLUMNS = (
     *(*KEYS, "shared_cores", "quantity", "method"),
     *("measured", "measured_low", "measured_high", "n", "predicted", "low", "high", "error", "unit"),
-    *("evidence", "status", "reason", "kind"),
+    *("evidence", "status", "reason", "kind", "limit", "replay_limit"),
 )
 """Columns of the table: a row per run, system and quantity.
 
 measured with its quartiles over ``n``; predicted with its band; error: predicted over measured, less 1.
-method: ``timeline``, or ``replay`` of the slowest rank's own share.
+method: ``timeline``, or ``replay`` of the slowest rank's own share.  limit, replay_limit: the experiment's
+(:class:`impl.harness.validation_spec.Limits`), of the median size of the judged errors; the same in every row.
 """
 
 
@@ -88,10 +90,15 @@ def replay_rows(
                 settings = system.run_spec(spec.base)
                 mine = frame.loc[(frame["run"] == run.id) & (frame["system"] == system.id)]
                 times = mine.loc[(mine["phase"] == "optimizer_step") & (mine["quantity"] == "time"), "value"]
-                slowest = max(replay["shares"], key=lambda share: share.get("seconds", 0.0))
-                spread = Range(*(replay["step_s"] * slowest[q] / slowest["seconds"] for q in ("q25", "seconds", "q75")))
-                evidence = {f"measured: replay of rank {slowest['rank']}, n={slowest['n']}": 1.0}
                 keys = {**_training_keys(name, run, settings, system, mine), "method": "replay"}
+                missing = next((share["note"] for share in replay["shares"] if "note" in share), None)
+                if missing is not None:  # it may have been the slowest
+                    yield {**keys, "status": "not projected", "reason": missing}
+                    continue
+                slowest = max(replay["shares"], key=lambda share: share["seconds"])
+                low, high = (replay["step_s"] * slowest[q] / slowest["seconds"] for q in ("q25", "q75"))
+                spread = Range.of_quartiles(low, replay["step_s"], high)
+                evidence = {f"measured: replay of rank {slowest['rank']}, n={slowest['n']}": 1.0}
                 measured = Measurement.of(times.dropna().to_numpy(float))
                 yield _row(keys, "optimizer_step", measured, spread.draws("replay"), evidence)
 
@@ -125,10 +132,9 @@ def _training(name: str, run: Run, spec: StepTimeSpec, frame: pd.DataFrame, kern
         except ConfigError as error:
             yield {**keys, "status": "not projected", "reason": str(error)}
             continue
-        for quantity, phase in PHASES.items():
-            times = mine.loc[(mine["phase"] == phase) & (mine["status"] == "done"), "value"].to_numpy(float)
-            evidence = found.evidence("iteration" if quantity == "iteration" else quantity)
-            yield _row(keys, quantity, Measurement.of(times), getattr(found, quantity), evidence)
+        for quantity in PHASES:
+            times = mine.loc[(mine["phase"] == quantity) & (mine["status"] == "done"), "value"].to_numpy(float)
+            yield _row(keys, quantity, Measurement.of(times), getattr(found, quantity), found.evidence(quantity))
 
 
 def _training_keys(name: str, run: Run, settings: RunSpec, system: System, frame: pd.DataFrame) -> dict[str, Any]:
@@ -149,7 +155,9 @@ def _pipeline(name: str, run: Run, spec: PipelineSpec, frame: pd.DataFrame, kern
     ends = frame.loc[(frame["quantity"] == "elapsed") & (frame["status"] == "done")].sort_values("update")
     gaps = np.diff(ends["value"].to_numpy(float))[FILLING:]
     try:
-        found = pipeline.project(spec, load_machine("local", kernels, spec.world_size, pipeline=True))
+        # as_run: the measured run is finite, and behind a slower stage the last one still works off what piled up
+        machine = load_machine("local", kernels, spec.world_size, pipeline=True)
+        found = pipeline.project(spec, machine, as_run=True)
     except ConfigError as error:
         yield {**keys, "status": "not projected", "reason": str(error)}
         return
@@ -180,9 +188,9 @@ def _table(path: Path) -> pd.DataFrame:
         raise ConfigError(f"no {path}: measure first, with `make reproduce TARGETS={path.stem}`") from None
 
 
-def table(found: Sequence[dict[str, Any]]) -> pd.DataFrame:
+def table(found: Sequence[dict[str, Any]], limits: Limits) -> pd.DataFrame:
     """Return the rows as a table with the columns of :data:`COLUMNS` and types that a missing value does not change."""
-    frame = pd.DataFrame(list(found), columns=list(COLUMNS))
+    frame = pd.DataFrame(list(found), columns=list(COLUMNS)).assign(limit=limits.median, replay_limit=limits.replay)
     counts = dict.fromkeys(("dp", "tp", "stages", "processes", "n"), "Int64")
     numbers = ("measured", "measured_low", "measured_high", "predicted", "low", "high", "error")
     return frame.astype({**counts, **dict.fromkeys(numbers, "float64"), "shared_cores": "boolean"})

@@ -265,7 +265,9 @@ def _exchanges(needs: Needs, plan: Plan) -> None:
 def of_model(config: ModelConfig, optimizers: Sequence[str], *, tp: int, rows: int = 1, sequence: int = 4096) -> Needs:
     """Return the full-scale kernels of ``config`` on one device, in the order of their use.
 
-    Updates are of whole matrices, one at a time; products of activations and weights are of a tensor-parallel shard.
+    Updates are of whole matrices, one at a time; with passes and copies they replace a projection's roofline.  Products
+    of activations and weights, of a tensor-parallel shard, and launches enter no projection: they stand in the table
+    to check what ``experiments/hardware`` assumes that products reach of the peak, and that a launch takes.
     """
     needs = Needs(1)
     parameters = config.parameters(tp)

@@ -75,10 +75,11 @@ _TYPES = {"str": str, "int": int, "float": float}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one device, sorted by identity.  source: the file's name, for evidence."""
+    """Rows of one device, sorted by identity.  source: the file's name, for evidence; path: to it, for advice."""
 
     rows: tuple[Row, ...]
     source: str = ""
+    path: str = ""
 
     @property
     def device(self) -> str:
@@ -129,7 +130,7 @@ class Table:
             if row.n > 0 or row.identity not in kept or kept[row.identity].n == 0:
                 kept[row.identity] = row
         _check_place(kept.values(), self.source or "the table")
-        return Table(_sorted(kept.values()), self.source)
+        return Table(_sorted(kept.values()), self.source, self.path)
 
     def write(self, path: Path) -> None:
         """Write the CSV file ``path``, all of it or nothing; raises :class:`ConfigError` if that cannot be."""
@@ -159,7 +160,7 @@ def read(path: Path) -> Table:
     if twice is not None:
         raise ConfigError(f"{path}: {describe(*twice)} is listed twice")
     _check_place(rows, str(path))
-    return Table(_sorted(rows), path.name)
+    return Table(_sorted(rows), path.name, str(path))
 
 
 def _row(path: Path, line: int, record: dict) -> Row:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 
@@ -21,11 +21,10 @@ from impl.projection.kernel_table import Row, Table
 from impl.projection.machine import Block, Collective, Machine, Roofline
 from impl.projection.uncertain import Cost, Range
 
+ALONE = ("update", "norm", "norm-exact", "copy", "copy-from-host")
+"""Kernels that ``impl kernels --model`` measures too (``apply`` in bfloat16); all others are those of a run."""
 REACH = 4.0
 """A time is extrapolated to this factor below the smallest and above the largest measured size, no further."""
-_QUARTILE = 0.6744897501960817  # sigmas of a normal distribution to its 75th percentile
-_EDGE = 1.6448536269514722  # and to its 95th
-ADVICE = "run `python -m impl kernels --out {file} ...` with --experiment or --model for it"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Measured:
     @property
     def devices_per_node(self) -> int:
         """Of the fallback; the measured processes are all on one machine."""
-        return getattr(self.fallback, "devices_per_node", self.processes)
+        return self.processes if self.fallback is None else self.fallback.devices_per_node
 
     @property
     def shared(self) -> bool:
@@ -85,14 +84,14 @@ class Measured:
         if found is None and self.fallback is not None:
             return self.fallback.update(optimizer, shape)
         sides = "x".join(map(str, shape))
-        return found or self._missing(f"update {optimizer.name} {sides}")
+        return found or self._missing("update", f"{optimizer.name} {sides}")
 
     def apply(self, elements: int, dtype: str) -> Cost:
         """Return the measured decay and step."""
         found = self._sized("apply", dtype, elements)
         if found is None and self.fallback is not None:
             return self.fallback.apply(elements, dtype)
-        return found or self._missing(f"apply {elements} {dtype}")
+        return found or self._missing("apply", f"{elements} {dtype}")
 
     def norm(self, elements: int, *, exact: bool = False) -> Cost:
         """Return the measured sum of squares.
@@ -103,25 +102,23 @@ class Measured:
         found = self._sized(kernel, "float32", elements)
         if found is None and self.fallback is not None:
             return self.fallback.norm(elements, exact=exact)
-        return found or self._missing(f"{kernel} {elements}")
+        return found or self._missing(kernel, str(elements))
 
     def attention(self, block: Block) -> Cost:
         """Return the measured core attention of one forward of a layer."""
         key = kernel_table.block_key(block, "attention")
         found = self._exact("forward", key)
-        known = getattr(self.fallback, "attention", None)
-        if found is None and known is not None:
-            return known(block)
-        return found or self._missing(f"forward {key}")
+        if found is None and self.fallback is not None:
+            return self.fallback.attention(block)
+        return found or self._missing("forward", key)
 
     def copy(self, count: float, where: Literal["device", "host"] = "device") -> Cost:
         """Return the measured copy of ``count`` bytes inside the device's memory, or between it and the host's."""
         kernel = "copy" if where == "device" else "copy-from-host"
         found = self._sized(kernel, "float32", count)
-        known = getattr(self.fallback, "copy", None)
-        if found is None and known is not None:
-            return known(count, where)
-        return found or self._missing(f"{kernel} {count:.0f} bytes")
+        if found is None and self.fallback is not None:
+            return self.fallback.copy(count, where)
+        return found or self._missing(kernel, f"{count:.0f} bytes")
 
     def collective(self, kind: Collective, sizes: Sequence[float], group: Group) -> Cost:
         """Return the measured collective; of segments the sum is interpolated, unequal ones as rooted calls."""
@@ -135,14 +132,14 @@ class Measured:
         found = self._sized(kind, key, whole)
         if found is None and self.fallback is not None:
             return self.fallback.collective(kind, sizes, group)
-        return found or self._missing(f"{kind} {key} {whole:.0f} bytes")
+        return found or self._missing(kind, f"{key} {whole:.0f} bytes")
 
     def _block(self, kernel: str, block: Block) -> Cost:
         key = kernel_table.block_key(block)
         found = self._exact(kernel, key)
         if found is None and self.fallback is not None:
             return self.fallback.forward(block) if kernel == "forward" else self.fallback.backward(block)
-        return found or self._missing(f"{kernel} {key}")
+        return found or self._missing(kernel, key)
 
     def _exact(self, kernel: str, key: str) -> Cost | None:
         row = self.table.find(kernel, key, self.processes)
@@ -161,7 +158,7 @@ class Measured:
         if len(rows) == 1:  # in proportion above, the same below
             slope, (row,) = float(size > rows[0].size), rows
             samples = self._range(row).draws(_name(row)) * (size / row.size) ** slope
-            return Cost.of(samples, self._evidence([row]))
+            return Cost.of(samples, self._evidence([row], extrapolated=True))
         low, high = rows[max(at - 1, 0) : max(at - 1, 0) + 2] if 0 < at < len(rows) else _end(rows, at)
         share = math.log(size / low.size) / math.log(high.size / low.size)
         first, second = (np.log(self._range(row).draws(_name(row))) for row in (low, high))
@@ -170,22 +167,30 @@ class Measured:
         # beyond an end: no faster than constant, no slower than in proportion
         slope = min(max(math.log(high.seconds / low.seconds) / math.log(high.size / low.size), 0.0), 1.0)
         end, log_time = (high, second) if share > 1 else (low, first)
-        return Cost.of(np.exp(log_time + slope * math.log(size / end.size)), self._evidence([end]))
+        return Cost.of(np.exp(log_time + slope * math.log(size / end.size)), self._evidence([end], extrapolated=True))
 
     def _range(self, row: Row) -> Range:
         """Return the 5th to 95th percentile of a log-normal distribution with the row's quartiles."""
-        wider = _EDGE / _QUARTILE
-        low, high = ((q / row.seconds) ** wider * row.seconds for q in (row.q25, row.q75))
-        return Range(low, row.seconds, high)
+        return Range.of_quartiles(row.q25, row.seconds, row.q75)
 
-    def _evidence(self, rows: Sequence[Row]) -> str:
-        between = " (between sizes)" if len(rows) > 1 else ""
-        return f"measured: {rows[0].device}, n={min(row.n for row in rows)}, {self.table.source}{between}"
+    def _evidence(self, rows: Sequence[Row], *, extrapolated: bool = False) -> str:
+        how = f" (extrapolated from size {rows[0].size})" if extrapolated else ""
+        how = " (between sizes)" if len(rows) > 1 else how
+        return f"measured: {rows[0].device}, n={min(row.n for row in rows)}, {self.table.source}{how}"
 
-    def _missing(self, what: str) -> Cost:
+    def _missing(self, kernel: str, what: str) -> NoReturn:
         busy = f"{self.processes} process{'es' if self.processes > 1 else ''}"
-        advice = ADVICE.format(file=self.table.source or "FILE")
-        raise ConfigError(f"no measurement of {what} with {busy}: {advice}")
+        head = f"no measurement of {kernel} {what} with {busy}: "
+        if what.startswith("attention"):
+            raise ConfigError(
+                f"{head}core attention is not measured apart from its layer: use another --recompute, or give hardware "
+                "with peaks"
+            )
+        command = f"run `python -m impl kernels --out {self.table.path or 'FILE'}"
+        runs = "--experiment EXPERIMENT.yaml` with an experiment whose runs have it"
+        if kernel in ALONE or (kernel == "apply" and what.endswith("bfloat16")):
+            raise ConfigError(f"{head}{command} --processes {self.processes} --model MODEL ...` for it, or {runs}")
+        raise ConfigError(f"{head}{command} {runs}")
 
 
 def _end(rows: Sequence[Row], at: int) -> tuple[Row, Row]:

@@ -132,9 +132,12 @@ class Share:
 
 
 def share_bytes(plan: Plan, optimizers: Mapping[str, Optimizer], place: Place, dtype_bytes: int) -> float:
-    """Return the bytes that a rank's replay allocates for good, and the largest micro-group's buffers twice."""
+    """Return the bytes that a rank's replay holds: what it allocates for good, and what its largest micro-group takes.
+
+    Of that, whole gradients, their updates and the updates packed for their way back.
+    """
     total = 0.0
-    hosts = _hosts(plan, place.dp_rank)
+    hosts, here = _hosts(plan, place.dp_rank), (place.tp_rank, EVERY)
     for family in plan.families:
         rule = optimizers[family.optimizer]
         for run in runs_of(plan, family, place.dp_rank):
@@ -142,10 +145,10 @@ def share_bytes(plan: Plan, optimizers: Mapping[str, Optimizer], place: Place, d
             total += elements * (4.0 + dtype_bytes + (0 if dtype_bytes == 4 else 4))
             if run.parameter is None:
                 total += rule.state_bytes((elements,))
-            elif hosts[run.parameter] in (place.tp_rank, EVERY):
+            elif hosts[run.parameter] in here:
                 total += sum(map(rule.state_bytes, plan.parameters[run.parameter].matrices))
     groups = [
-        sum(4.0 * plan.parameters[p].numel for p, h in zip(g.parameters, g.hosts, strict=True) if h == place.tp_rank)
+        sum(4.0 * plan.parameters[p].numel for p, h in zip(g.parameters, g.hosts, strict=True) if h in here)
         for g in plan.micro_groups[place.dp_rank]
     ]
     return total + 3.0 * max(groups, default=0.0)

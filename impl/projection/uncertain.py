@@ -19,6 +19,7 @@ DRAWS = 48
 TAIL = 0.05
 """A range and a band leave out this share of the draws at either end."""
 _SIGMAS = 1.6448536269514722  # of a normal distribution, to the 95th percentile
+_QUARTILE = 0.6744897501960817  # and to its 75th
 
 Samples = NDArray[np.float64]
 """``[1 + DRAWS, ...]``: the nominal value, then the draws."""
@@ -35,6 +36,12 @@ class Range:
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.nominal <= self.high or not math.isfinite(self.high):
             raise ValueError(f"a range needs 0 < low <= nominal <= high, not {self.low}, {self.nominal}, {self.high}")
+
+    @classmethod
+    def of_quartiles(cls, q25: float, median: float, q75: float) -> Range:
+        """Return the 5th to 95th percentile of a log-normal distribution, either side by its own quartile."""
+        wider = _SIGMAS / _QUARTILE
+        return cls(median * (q25 / median) ** wider, median, median * (q75 / median) ** wider)
 
     def draws(self, name: str) -> Samples:
         """Return the samples ``[1 + DRAWS]`` of the input called ``name``: equal names, equal draws."""

@@ -273,7 +273,7 @@ def test_a_training_that_diverged_is_rows_that_say_so(tmp_path):
         ("layers: [0]", "layers: [0, 0]", "has a number twice"),
         ("layers: [0]", "layers: []", "layers"),
         ("cauchy: 5", "cauchy: 0", "cauchy"),
-        ("cauchy: 5", "cauchi: 5", "tiers.ci.probes.cauchi"),
+        ("cauchy: 5", "cauchi: 5", "tiers.ci.probes 'cauchi'"),
         ("method: basis-rotation", "method: pipedream", "pipedream has no bases to measure in: use basis-rotation"),
         ("method: basis-rotation", "method: basis-rotatoin", "did you mean 'basis-rotation'"),
         ("steps: 2", "runtime: processes", "use runtime simulator"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from impl.__main__ import main
 from impl.canzona.buffers import FamilyBuffer, runs_of
 from impl.errors import ConfigError
 from impl.harness import experiments, kernels_run, setup
+from impl.harness.record import RunFolder, append_row
 from impl.harness.step_time_spec import StepTimeSpec
 from impl.models import catalogue
 from impl.optimizers.base import create
@@ -274,6 +276,36 @@ def test_the_command_fills_a_table_and_goes_on_where_it_ended(tmp_path: Path, ca
     out.write_text(text)
     assert main(["kernels", *TINY, "--out", str(out)]) == 2
     assert "holds times of Another CPU" in capfd.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_rows_are_in_the_table_while_the_job_runs_and_after_it_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "t.csv"
+    facts = kernels_run.place("cpu", 1) | {"cores": 2, "commit": "c", "date": "d"}
+    seen: list[int] = []
+
+    def write(folder: Path, case: Case, note: str = "") -> None:
+        samples = np.empty((0, 1)) if note else np.full((3, 1), 2e-3)
+        rows = [dataclasses.asdict(r) for r in kernels_run._rows(case, 1, samples, note, facts)]
+        append_row(RunFolder(folder).metrics, {"event": "kernel", "step": 1, "rows": rows})
+
+    def job(target: str, spec: KernelsSpec, folder: Path, **_: Any) -> int:
+        for number, case in enumerate(spec.cases[:2], start=1):
+            write(folder, case)
+            while not out.exists() or sum(r.n > 0 for r in kernel_table.read(out).rows) < number:
+                time.sleep(0.01)  # forever, if rows came only at the end: the time limit of this test
+            seen.append(number)
+        write(folder, spec.cases[2], "no time")
+        return 143  # as after SIGTERM
+
+    monkeypatch.setattr(kernel_needs, "of_model", lambda *_, **__: small_needs())
+    monkeypatch.setattr(kernels_run, "KEEP_S", 0.01)
+    monkeypatch.setattr(kernels_run.launch, "execute", job)
+    assert main(["kernels", *TINY, "--out", str(out)]) == 143
+    assert seen == [1, 2]
+    assert sorted(r.n for r in kernel_table.read(out).rows) == [0, 3, 3], "what was written last is kept too"
 
 
 def small_needs() -> kernel_needs.Needs:

@@ -10,11 +10,12 @@ import pytest
 from impl.errors import ConfigError
 from impl.models import catalogue
 from impl.optimizers.base import create
-from impl.projection import hardware, kernel_table, measured
+from impl.projection import hardware, kernel_needs, kernel_table, measured
 from impl.projection.hardware import Group
 from impl.projection.kernel_table import Table
 from impl.projection.machine import Block, Roofline
 from impl.projection.measured import Measured, load_machine
+from impl.projection.uncertain import Range
 from tests.unit.test_kernel_table import UNMEASURED, row
 
 BLOCK = Block(catalogue.load("qwen3-small").arch, "layer", 1, 2, 128, "float32")
@@ -50,7 +51,7 @@ def test_the_number_of_busy_processes_counts() -> None:
     """A time that was measured alone says nothing about a machine whose cores are shared."""
     update = kernel_table.update_key(MUON, (768, 256))[0]
     machine = Measured(table(row(kernel="update", key=update, size=0, processes=1)), 2)
-    message = "no measurement of update muon 768x256 with 2 processes: run `python -m impl kernels"
+    message = "no measurement of update muon 768x256 with 2 processes: run `python -m impl kernels --out FILE "
     with pytest.raises(ConfigError, match=message):
         machine.update(MUON, (768, 256))
     assert machine.on(1).update(MUON, (768, 256)).seconds[0] == pytest.approx(2e-3)
@@ -62,10 +63,11 @@ def test_quartiles_become_the_range_of_ninety_percent() -> None:
     logs = np.log(machine.update(MUON, (8, 4)).seconds)
     low, nominal, high = (np.log(x) for x in (1e-3, 2e-3, 4e-3))
     wider = 1.6448536 / 0.6744898
-    found = machine._range(machine.table.rows[0])
+    found = Range.of_quartiles(1e-3, 2e-3, 4e-3)
     assert np.log([found.low, found.high]) == pytest.approx(
         [nominal + wider * (low - nominal), nominal + wider * (high - nominal)]
     )
+    assert found.nominal == 2e-3
     assert logs[0] == pytest.approx(nominal)
     assert 0.3 < np.mean((logs[1:] > low) & (logs[1:] < high)) < 0.75, "half of the draws lie between the quartiles"
 
@@ -77,6 +79,13 @@ def test_sizes_are_interpolated_exactly_at_what_was_measured() -> None:
     assert machine.apply(400, "float32").seconds[0] == pytest.approx(2e-3), "the middle of a power law"
     assert machine.apply(3200, "float32").seconds[0] == pytest.approx(8e-3)
     assert machine.apply(25600, "float32").seconds[0] == pytest.approx(64e-3), "four times as much, in proportion"
+    for size, end in ((25600, 6400), (25, 100)):
+        (evidence,) = machine.apply(size, "float32").evidence
+        assert evidence.endswith(f"t.csv (extrapolated from size {end})")
+    for size in (100, 6400):
+        assert "(" not in next(iter(machine.apply(size, "float32").evidence)), "measured at this very size"
+    alone = Measured(table(*sized("apply", "float32", {100: 1e-3})), 2)
+    assert next(iter(alone.apply(200, "float32").evidence)).endswith("(extrapolated from size 100)")
     assert machine.apply(25, "float32").seconds[0] == pytest.approx(0.5e-3)
     assert machine.apply(0, "float32").seconds[0] == 0
     assert next(iter(machine.apply(400, "float32").evidence)).endswith("(between sizes)")
@@ -121,6 +130,37 @@ def test_collectives_by_ranks_size_and_evenness() -> None:
     assert machine.collective("all-reduce", [0], Group(2)).seconds[0] == 0
     with pytest.raises(ConfigError, match="reduce-scatter 4 ranks"):
         machine.collective("reduce-scatter", [500] * 4, Group(4))
+
+
+def test_what_is_missing_names_a_command_that_measures_it(tmp_path: Path) -> None:
+    """``impl kernels --model`` measures neither blocks nor collectives; the file is named with its folder."""
+    path = tmp_path / "deep" / "t.csv"
+    table(*sized("norm", "float32", {100: 1e-3}, processes=1)).write(path)
+    machine = load_machine("local", path, 2)
+    assert isinstance(machine, Measured)
+    both = [lambda: machine.update(MUON, (8, 4)), lambda: machine.norm(9), lambda: machine.copy(9.0)]
+    both.append(lambda: machine.apply(9, "bfloat16"))
+    runs = [lambda: machine.forward(BLOCK), lambda: machine.backward(BLOCK), lambda: machine.apply(9, "float32")]
+    runs.append(lambda: machine.collective("all-reduce", [100.0], Group(2)))
+    for ask in both:
+        with pytest.raises(ConfigError, match=f"kernels --out {path} --processes 2 --model MODEL .*--experiment"):
+            ask()
+    for ask in runs:
+        with pytest.raises(ConfigError, match=f"kernels --out {path} --experiment") as caught:
+            ask()
+        assert "--model" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"forward attention .*use another --recompute") as caught:
+        machine.attention(BLOCK)
+    assert "impl kernels" not in str(caught.value), "which no command measures"
+
+
+def test_the_advice_is_true_of_what_the_commands_measure() -> None:
+    config = catalogue.load("qwen3-tiny")
+    cases = kernel_needs.of_model(config, ["muon"], tp=1).cases()
+    names = {kernel for case in cases for kernel, _, _ in case.names()}
+    assert {*measured.ALONE, "apply"} <= names
+    assert not names & {"forward", "backward", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send"}
+    assert {key for case in cases for kernel, key, _ in case.names() if kernel == "apply"} == {"bfloat16"}
 
 
 def test_a_roofline_answers_what_the_table_lacks() -> None:

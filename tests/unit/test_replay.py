@@ -14,6 +14,7 @@ from torch import Tensor
 
 from impl.__main__ import main
 from impl.canzona.engine import Engine, EngineOptions
+from impl.canzona.exchange import Exchange
 from impl.canzona.mesh import Mesh
 from impl.canzona.plan import EVERY, Plan
 from impl.canzona.strategies import PlanOptions, make_plan
@@ -183,10 +184,36 @@ def test_work_and_memory_are_those_of_the_plan() -> None:
             assert once <= total <= gaps * once
         else:  # what TP does not cut, or all of it, is done twice
             assert once < total <= gaps * 2 * once
-        for place in places:
-            share = Share(plan, of, place, CPU, torch.float32)
-            held = sum(4 * 2 * (r.end - r.start) for b in share.buffers for r in b.runs) + share.updater.states.bytes()
-            assert held <= replay.share_bytes(plan, of, place, 4) <= held + 4 * 10**5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["sc", "nv-layerwise", "canzona"])
+def test_memory_is_what_a_share_holds_and_three_times_its_largest_group(
+    strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TP, too, where SC and NV-layerwise update every matrix of a group on every rank."""
+    hosted: list[int] = []
+    real = Exchange.start_scatter
+
+    def spy(self: Exchange, updates: Any) -> None:
+        hosted.append(sum(4 * update.numel() for update in updates.values()))
+        real(self, updates)
+
+    monkeypatch.setattr(Exchange, "start_scatter", spy)
+    of, plan = rules("muon"), plan_of(strategy, "muon", 2, 2)
+    for place in (Place(d, t) for d in range(2) for t in range(2)):
+        hosted.clear()
+        share = Share(plan, of, place, CPU, dtype)
+        share.draw()
+        share.step()
+        tensors = [t for b in share.buffers for t in (*b.gradients_by_run.values(), *b._rounded.values())]
+        tensors += [t for b in share.buffers for t in b.masters.values() if dtype != torch.float32]
+        held = sum(t.numel() * t.element_size() for t in tensors) + share.updater.states.bytes()
+        largest = max(hosted, default=0)
+        assert replay.share_bytes(plan, of, place, dtype.itemsize) == held + 3 * largest
+        if strategy != "canzona":
+            assert largest > 0, "every rank hosts what it owns"
+            assert any(EVERY in group.hosts for group in plan.micro_groups[place.dp_rank])
 
 
 def test_a_sample_is_the_mean_of_a_period() -> None:

@@ -1,4 +1,10 @@
-# Projections: plans and schedules on hardware that is described, not used.  The settings' hash is what triggers them.
+# Projections: plans and schedules on hardware that is described, not used.  What triggers them are the hashes of the
+# settings and of the hardware files that they name.
+from pathlib import Path
+
+from impl.harness import projection_inputs
+
+
 localrules:
     projection,
     scaling,
@@ -10,6 +16,9 @@ PROJECTED = ("projection", "scaling", "pipeline_projection")
 
 try:
     PROJECTIONS = {name: experiments.settings_digest(f"{EXPERIMENTS}/{name}.yaml", TIER) for name in PROJECTED}
+    DESCRIBED = {
+        name: projection_inputs.digest(f"{EXPERIMENTS}/{name}.yaml", Path(workflow.basedir)) for name in PROJECTED
+    }
     VALIDATED = validation_spec.load(f"{EXPERIMENTS}/validation.yaml").tier(TIER)
     VALIDATION = experiments.settings_digest(f"{EXPERIMENTS}/validation.yaml", TIER)
 except ConfigError as error:
@@ -55,6 +64,7 @@ rule project:
         runtime=20,
     params:
         settings=lambda wildcards: PROJECTIONS[wildcards.experiment],
+        hardware=lambda wildcards: DESCRIBED[wildcards.experiment],
         command=lambda wildcards: "pipeline-projection" if wildcards.experiment.startswith("pipeline") else "projection",
         folder=subpath(output.parquet, parent=True),
     shell:
@@ -113,7 +123,7 @@ rule validate:
         experiment=ancient(f"{EXPERIMENTS}/validation.yaml"),
         kernels="results/generated/{tier}/validation/kernels.csv",
         replays="results/generated/{tier}/validation/replays.json",
-        tables=[HERE.format(tier="{tier}", experiment=name) + f"/{name}.parquet" for name in VALIDATED.experiments],
+        tables=expand("results/generated/{{tier}}/{name}/{name}.parquet", name=VALIDATED.experiments),
     output:
         parquet="results/generated/{tier}/validation/validation.parquet",
         csv="results/generated/{tier}/validation/validation.csv",
@@ -127,7 +137,7 @@ rule validate:
     params:
         settings=VALIDATION,
         folder=subpath(output.parquet, parent=True),
-        results="results/generated/{tier}",
+        results=lambda wildcards, input: os.path.dirname(os.path.dirname(input.kernels)),
     shell:
         "python -m impl validation --config {input.experiment:q} --tier {wildcards.tier} --results {params.results:q}"
         " --kernels {input.kernels:q} --replays {input.replays:q} --out {params.folder:q} 2>&1 | tee {log:q}"
