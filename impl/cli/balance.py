@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 from impl.harness.balance_spec import load, rows, table
-from impl.harness.tables import write_atomically as write_atomically  # for impl.cli.validation
 from impl.harness.tables import write_table
 
 HELP = "plan every model, mesh and system of an experiment and write the balance table"

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from impl.cli.balance import write_atomically
 from impl.errors import ConfigError
 from impl.harness import validation, validation_verdict
+from impl.harness.tables import write_table
 from impl.harness.validation_spec import load, runs_of
 
 HELP = "project the timed runs of this machine from its own kernel times and compare"
@@ -34,12 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.replays is not None:
         found += validation.replay_rows(runs, args.results, _replays(args.replays))
     frame = validation.table(found, spec.limits)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.out / "validation.parquet", lambda path: frame.to_parquet(path, index=False))
-        write_atomically(args.out / "validation.csv", lambda path: frame.to_csv(path, index=False))
-    except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    write_table(frame, args.out / "validation.parquet")
     for method in validation_verdict.METHODS:
         verdict = validation_verdict.verdict(frame, method)
         if verdict is not None:
