@@ -343,7 +343,9 @@ def test_what_does_not_fit_says_so() -> None:
     samples, note = kernels_run._attempt(case, Bench(CPU, 0, 1), spec, 0.0)
     assert len(samples) == 0
     assert note.startswith("needs ")
-    (found,) = kernels_run._rows(case, 1, samples, note, kernels_run.place("cpu", 1) | {"commit": "c", "date": "d"})
+    (found,) = kernels_run._rows(
+        case, 1, samples, note, kernels_run.place("cpu", 1) | {"cores": 2, "commit": "c", "date": "d"}
+    )
     assert found.n == 0
     assert math.isnan(found.seconds)
 
