@@ -19,7 +19,7 @@ CLAIMS = ("R6", "R11", "R12", "R13", "R16", "R21")
 PARTS = ("weights", "masters", "gradients", "stash", "early", "state", "activations", "working", "host")
 MARKS = ("o", "x", "D", "^", "v", "P")
 """One for each policy."""
-EXACT_BYTES, PLAIN_BYTES = 476, 20
+EXACT_BYTES, PLAIN_BYTES = 476, 36
 """Memory traffic of an element's share of the gradient norm (:meth:`impl.projection.machine.Roofline.norm`)."""
 GB = 1e9
 NO_EDGE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}

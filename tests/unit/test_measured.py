@@ -184,7 +184,7 @@ def test_load_machine(tmp_path: Path) -> None:
     assert isinstance(load_machine("h100x8", None), Roofline)
     with pytest.raises(ConfigError, match="with 4 processes"):
         load_machine(None, path, 4).norm(100)
-    with pytest.raises(ConfigError, match=r"Some CPU, 2 cores, which is no H100"):
+    with pytest.raises(ConfigError, match=r"Some CPU, 2 cores, which is no NVIDIA H100"):
         load_machine("h100x8", path)
     for nothing in (None, "local"):
         with pytest.raises(ConfigError, match="impl kernels"):

@@ -92,7 +92,8 @@ def test_readable_text_says_kind_band_and_sources(capsys: pytest.CaptureFixture[
         "rests on",
     ):
         assert words in out
-    assert "roofline: bfloat16 products at 0.70 [0.55, 0.85] of 312 TFLOP/s" in out
+    assert "roofline: memory at 0.82 [0.70, 0.92] of 2.039 TB/s" in out
+    assert "assumption: 5 us a kernel launch" in out, "so small a model is limited by launches"
 
 
 def test_settings_change_the_step(capsys: pytest.CaptureFixture[str]) -> None:
