@@ -107,6 +107,9 @@ class ProjectionSpec(Frozen):
         no_duplicates(self.optimizers)
         if self.reference not in {s.id for s in self.systems}:
             raise ValueError(f"reference {self.reference!r} is not one of the systems")
+        grids = {grid.id for tier in self.tiers.values() for grid in tier.grids}
+        if lost := sorted(self.notes.keys() - grids):
+            raise ValueError(f"notes are about grids, and {', '.join(lost)} is none of {', '.join(sorted(grids))}")
         return self
 
     def cases(self, tier: str) -> Iterator[Case]:

@@ -121,7 +121,7 @@ def test_balance_plans_it_on_the_points_mesh(tmp_path):
         ({**SOAP, "experiments": {"step_tyme": None}}, "optimizers/soap.yaml 'step_tyme': did you mean 'step_time'"),
         ({**SOAP, "experiments": {"step_time": None, "precisoin": None}}, "did you mean 'precision'"),
         ({**SOAP, "experiments": {"notes": None}}, "optimizers/soap.yaml: notes.yaml is no experiment that compares"),
-        ({**SOAP, "experiments": {"step_time": {"lrs": 1}}}, "optimizers.0.lrs"),
+        ({**SOAP, "experiments": {"step_time": {"lrs": 1}}}, "optimizers.0 'lrs'"),
         ({**SOAP, "setings": {}}, "soap.yaml: unknown setting 'setings': did you mean 'settings'"),
         ({**SOAP, "name": "Soap!"}, "name"),
         ({"name": "muon", "display_name": "Muon", "experiments": {"step_time": None}}, "'muon' is listed twice"),

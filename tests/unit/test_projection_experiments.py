@@ -36,6 +36,7 @@ def experiment(**change) -> ProjectionSpec:
     grids[1] |= {"systems": ["canzona"], "optimizers": ["muon"], "vary": {"split": ["none", "atoms"]}}
     data["claims"] = [c for c in data["claims"] if c["id"] in ("C3", "C13")]
     data["tiers"] = {"ci": {"grids": grids}}
+    data["notes"] = {"main": "A note."}
     return parse(ProjectionSpec, {**data, **change})
 
 
@@ -170,6 +171,11 @@ def test_wrong_settings_are_one_clear_line():
         _changed(hardwear="h100")
 
 
+def test_notes_about_no_grid_are_refused():
+    with pytest.raises(ConfigError, match="notes are about grids, and mian is none of main, split"):
+        experiment(notes={"mian": "x"})
+
+
 def test_unknown_hardware_is_an_error():
     with pytest.raises(ConfigError, match="unknown hardware 'h1000x1'"):
         list(_changed(hardware="h1000").cases("ci"))
@@ -197,7 +203,7 @@ def _changed(**grid) -> ProjectionSpec:
 def test_the_command_writes_the_table(tmp_path, capsys):
     path = tmp_path / "projection.yaml"
     data = load_yaml(ROOT / "experiments/scaling.yaml")
-    data["optimizers"] = [{"id": "muon", "name": "Muon"}]
+    data |= {"optimizers": [{"id": "muon", "name": "Muon"}], "notes": {}}
     data["tiers"] = {"ci": {"grids": [{**data["tiers"]["ci"]["grids"][0], "models": ["qwen3-1.7b"]}]}}
     path.write_text(json.dumps(data))
     assert main(["projection", "--config", str(path), "--tier", "ci", "--out", str(tmp_path / "out")]) == 0
