@@ -77,6 +77,12 @@ class Measured:
         """Return the measured backward, which has all work on gradients: zeros, fp32 sums, scaling."""
         return self._block("backward", block)
 
+    def gradients(self, block: Block) -> Cost:
+        """Return nothing where the backward was measured, which contains it (in each microbatch)."""
+        if self._exact("backward", kernel_table.block_key(block)) is None and self.fallback is not None:
+            return self.fallback.gradients(block)
+        return Cost.nothing()
+
     def update(self, optimizer: Optimizer, shape: Shape) -> Cost:
         """Return the measured mean of a refresh period; elementwise rules are interpolated by size."""
         key, size = kernel_table.update_key(optimizer, shape)

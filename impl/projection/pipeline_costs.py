@@ -181,6 +181,9 @@ class StageCosts:
         if not elements:
             return Cost.nothing(), Cost.nothing()
         # the engine takes the norm, which also finds gradients that are not finite, in any case
+        kinds = {"layer": part.layers, "embedding": int(part.embedding), "head": int(part.head)}
+        blocks = [(self._block(kind, 1), count) for kind, count in kinds.items() if count]
+        costs += [machine.gradients(block).times(count) for block, count in blocks]
         norm = total([machine.norm(elements - elementwise), machine.norm(elementwise, exact=True)])
         return norm, total([*costs, machine.apply(elements, self._dtype)])
 

@@ -205,10 +205,11 @@ class Step(Program):
         direction: Literal["forward", "backward"],
         blocks: Sequence[Block],
         between: Callable[[], None] | None = None,
+        extra: Sequence[Cost] = (),
     ) -> None:
-        """Run ``blocks``, then ``between``; their blocking communication follows as one."""
+        """Run ``blocks`` and ``extra``, then ``between``; their blocking communication follows as one."""
         parts = [self._cost(block, direction) for block in blocks]
-        self.do(f"{direction} {name}", direction, total([part[0] for part in parts]))
+        self.do(f"{direction} {name}", direction, total([*(part[0] for part in parts), *extra]))
         if between is not None:
             between()
         if count := sum(part[2] for part in parts):
@@ -238,7 +239,8 @@ class Step(Program):
                 pending.append(self._reduce(family, bucket))
 
         for place, block in reversed(list(enumerate(self._blocks))):
-            self._model(_block_name(place, block), "backward", [block], partial(launch, place))
+            extra = [self.machine.gradients(block)]
+            self._model(_block_name(place, block), "backward", [block], partial(launch, place), extra)
         assert not due, "every bucket is complete after the embedding's backward"
         self.wait(pending, "grad_reduce")
 

@@ -106,7 +106,7 @@ class Projection:
     def evidence(self, name: str) -> dict[str, float]:
         """Return the share of time by source of ``name``, one of :data:`NAMES` or a phase, of the slowest rank."""
         parts: dict[str, Callable[[], Sequence[Op]]] = {
-            "iteration": lambda: self._compute,
+            "iteration": lambda: [op for op in self._compute if not op.idle],  # of the rank that has most to do
             "forward_backward": lambda: self._of(*FORWARD_BACKWARD),
             "optimizer": lambda: [*self._of(*OPTIMIZER), *self.once],
             "exposed_communication": lambda: self._exposed,

@@ -31,6 +31,9 @@ class Altered:
     def backward(self, block: Block) -> Cost:
         return self.compute(self.machine.backward(block))
 
+    def gradients(self, block: Block) -> Cost:
+        return self.compute(self.machine.gradients(block))
+
     def update(self, optimizer: Optimizer, shape: Shape) -> Cost:
         return self.compute(self.machine.update(optimizer, shape))
 
@@ -69,6 +72,9 @@ class Plain:
         return Cost.nothing()
 
     def backward(self, block: Block) -> Cost:
+        return Cost.nothing()
+
+    def gradients(self, block: Block) -> Cost:
         return Cost.nothing()
 
     def update(self, optimizer: Optimizer, shape: Shape) -> Cost:
