@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     runs = runs_of(args.config.parent, tier.experiments, args.tier)
     found = list(validation.rows(runs, args.results, args.kernels))
     if args.replays is not None:
-        found += validation.replay_rows(runs, args.results, _replays(args.replays))
+        replayed = runs_of(args.config.parent, (tier.replay.experiment,), args.tier)
+        found += validation.replay_rows(replayed, args.results, _replays(args.replays))
     frame = validation.table(found, spec.limits)
     write_table(frame, args.out / "validation.parquet")
     for method in validation_verdict.METHODS:

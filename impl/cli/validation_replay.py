@@ -13,6 +13,7 @@ from impl.harness import replay_run
 from impl.harness.record import write_atomically
 from impl.harness.replay_run import ReplaySpec
 from impl.harness.run import Run
+from impl.harness.setup import device_type
 from impl.harness.spec import RunSpec, parse
 from impl.harness.step_time_spec import StepTimeSpec
 from impl.harness.validation_spec import Replayed, load, runs_of
@@ -57,9 +58,10 @@ def _runs(folder: Path, wanted: Replayed, tier: str) -> list[Run]:
 
 
 def _spec(base: RunSpec, samples: int) -> ReplaySpec:
-    """Return the replay of a run, with as many ranks at the same time as the run has."""
+    """Return the replay of a run: on a CPU as many ranks at the same time as the run has, on a GPU one by one."""
     shared = {name: getattr(base, name) for name in SHARED}
-    settings = {**shared, "plan": base.plan.model_dump(mode="json"), "processes": base.world_size, "samples": samples}
+    together = base.world_size if device_type(base.runtime.device, 1) == "cpu" else 1
+    settings = {**shared, "plan": base.plan.model_dump(mode="json"), "processes": together, "samples": samples}
     return parse(ReplaySpec, settings)
 
 

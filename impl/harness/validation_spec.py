@@ -27,6 +27,11 @@ class ValidationTier(Frozen):
     experiments: tuple[str, ...] = Field(min_length=1)
     replay: Replayed
 
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The experiments whose measurements are needed, each once."""
+        return tuple(dict.fromkeys((*self.experiments, self.replay.experiment)))
+
 
 class Limits(Frozen):
     """The share by which a prediction may be off: the median over all configurations, and a replay."""

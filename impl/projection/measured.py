@@ -213,7 +213,7 @@ def load_machine(hardware: str | None, kernels: Path | None, ranks: int = 1, *, 
 
     hardware: ``local`` or None is the machine of the table alone.
     ranks: of what is projected.  On a CPU they share its cores, so kernels count that were measured with as many busy
-        processes; a GPU has one.
+        processes; on GPUs those with as many if there are any, else with one.
     pipeline: the ranks are stages, which take turns: no more of them than cores are busy at the same time.
 
     Raises :class:`ConfigError` if the table is of another device, cannot be read, or is needed and not there.
@@ -228,7 +228,9 @@ def load_machine(hardware: str | None, kernels: Path | None, ranks: int = 1, *, 
             raise ConfigError(f"{what}, or a table of `python -m impl kernels`")
         table = _filled(kernels)
         busy = min(ranks, table.cores or ranks) if pipeline else ranks
-        return Measured(table, busy if table.backend == "cpu" else 1)
+        if table.backend != "cpu" and busy not in table.processes():
+            busy = 1  # each process has a GPU of its own, so one alone is as fast
+        return Measured(table, busy)
     roofline = Roofline(hardware_module.load(hardware))
     if kernels is None:
         return roofline

@@ -223,7 +223,7 @@ def test_table_and_figure(frame):
     assert not overlaps(drawn)
 
 
-@pytest.mark.parametrize("tier", ["ci", "laptop"])
+@pytest.mark.parametrize("tier", ["ci", "laptop", "gpu1", "node8", "cluster"])
 def test_the_experiment_names_timed_runs(tier):
     spec = validation_spec.load(ROOT / "experiments/validation.yaml").tier(tier)
     runs = validation_spec.runs_of(ROOT / "experiments", spec.experiments, tier)

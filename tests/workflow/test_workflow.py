@@ -85,10 +85,13 @@ def test_lint_and_format():
 @pytest.mark.parametrize("tier", TIERS)
 def test_dry_run_of_every_tier(copy, tier):
     jobs = planned(copy, "--config", f"tier={tier}")
-    assert jobs["table"] == jobs["figure"] == 6
+    assert jobs["table"] == jobs["figure"] == 9
+    assert jobs["project"] == 3
     assert jobs["configure"] == jobs["train"] + jobs["time_steps"]
     assert jobs["configure_pipeline"] == jobs["pipeline"]
     assert jobs["plan_balance"] == 1
+    full = planned(copy, "--config", f"tier={tier}", "--", "full")
+    assert full["measure_kernels"] == full["replay_ranks"] == full["validate"] == 1
 
 
 def test_named_targets(copy):

@@ -123,7 +123,7 @@ rule validate:
         experiment=ancient(f"{EXPERIMENTS}/validation.yaml"),
         kernels="results/generated/{tier}/validation/kernels.csv",
         replays="results/generated/{tier}/validation/replays.json",
-        tables=expand("results/generated/{{tier}}/{name}/{name}.parquet", name=VALIDATED.experiments),
+        tables=expand("results/generated/{{tier}}/{name}/{name}.parquet", name=VALIDATED.compared),
     output:
         parquet="results/generated/{tier}/validation/validation.parquet",
         csv="results/generated/{tier}/validation/validation.csv",
