@@ -9,21 +9,20 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from impl.harness.pipeline_results import FILLING
 from paper_figures import common, markdown, pipelines, style
 from paper_figures.pipelines import Line
 from paper_figures.published import block as published_block
 from paper_figures.statistics import Estimate, median
 
 CLAIMS = ("R6",)
-SKIPPED = 5
-"""First updates, which fill the pipeline and compute first bases, and are not timed."""
 
 
 def seconds(line: Line) -> np.ndarray:
     """Return the time between the ends of two updates on the last stage, the first ones of every run left out."""
     rows = common.where(line.rows, quantity="elapsed", status=common.DONE)
     runs = [common.where(rows, seed=seed).sort_values("update") for (seed,) in common.distinct(rows, "seed")]
-    gaps = np.concatenate([np.empty(0), *(np.diff(common.numbers(run, "value"))[SKIPPED:] for run in runs)])
+    gaps = np.concatenate([np.empty(0), *(np.diff(common.numbers(run, "value"))[FILLING:] for run in runs)])
     return gaps[gaps > 0]
 
 
@@ -77,7 +76,7 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
     models = ", ".join(sorted(str(v) for (v,) in common.distinct(frame, "model")))
     blocks = [
         f"Model {models}. Rates and times are **measured**: time between the ends of two updates on the last stage, "
-        f"median and quartiles over n updates, the first {SKIPPED} left out; the mean shows what refreshes of bases "
+        f"median and quartiles over n updates, the first {FILLING} left out; the mean shows what refreshes of bases "
         "cost, which a median hides. Every update has the same number of samples. *Bubble* is **planned**: the share "
         "of the whole run in which stages wait by the schedule, if a backward takes twice and an update half of a "
         "forward's time and messages none. Bytes are **planned** from shapes: versions of weights kept beside the "

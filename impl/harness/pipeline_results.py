@@ -8,6 +8,9 @@ from typing import Any
 
 from impl.harness.record import read_rows
 
+FILLING = 5
+"""First updates of a run that are not timed: they fill the pipeline and compute first bases (docs/numbers.md)."""
+
 
 def iterations_to(target: float, heldout: Sequence[Sequence[float]]) -> float | None:
     """Return where the curve ``[[update, loss], ...]`` first reaches ``target``, interpolated; None if never."""

@@ -14,6 +14,7 @@ import pandas as pd
 
 from impl.errors import ConfigError
 from impl.harness import setup
+from impl.harness.pipeline_results import FILLING
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.run import Run
 from impl.harness.spec import RunSpec
@@ -26,8 +27,6 @@ from impl.projection.uncertain import Range, Samples, band
 
 PHASES = ("iteration", "optimizer_step", "forward_backward")
 """What is compared of a training step; the projection's quantity and the phase of the measurement have equal names."""
-FILLING = 5
-"""First updates of a pipeline that are not timed: they fill it and compute first bases (docs/numbers.md)."""
 KEYS = ("experiment", "run", "model", "optimizer", "system", "system_name", "dp", "tp", "stages", "processes")
 COLUMNS = (
     *(*KEYS, "shared_cores", "quantity", "method"),
