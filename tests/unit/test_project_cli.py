@@ -125,7 +125,7 @@ def test_settings_change_the_step(capsys: pytest.CaptureFixture[str]) -> None:
         (f"{POINT.replace('h100x256', 'h100x128')}", "has 128 devices, dp x tp needs 32 x 8 = 256: write h100x256"),
         (f"{POINT.replace('h100x256', 'h10x256')}", "unknown hardware 'h10x256': did you mean 'h100'"),
         (f"{POINT.replace('h100x256', 'h100')}", "say how many devices"),
-        (f"{SMALL} --hardware local", "give their table with --kernels"),
+        (f"{SMALL} --hardware local", "hardware local needs --kernels FILE"),
         (f"{SMALL.replace('tiny', 'tony')} --hardware h100x4", "unknown model 'qwen3-tony'"),
         (f"{SMALL} --hardware h100x4 --optimizer muom", "did you mean 'muon'"),
         (f"{SMALL} --hardware h100x4 --strategy canzone", "did you mean 'canzona'"),
