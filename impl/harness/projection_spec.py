@@ -108,6 +108,12 @@ class ProjectionSpec(Frozen):
         if self.reference not in {s.id for s in self.systems}:
             raise ValueError(f"reference {self.reference!r} is not one of the systems")
         grids = {grid.id for tier in self.tiers.values() for grid in tier.grids}
+        varied = {grid.id for tier in self.tiers.values() for grid in tier.grids if grid.vary}
+        for claim in self.claims:
+            if claim.grid not in grids - varied:
+                why = "varies something" if claim.grid in varied else "is none of the grids"
+                given = ", ".join(sorted(grids - varied))
+                raise ValueError(f"claim {claim.id} is about grid {claim.grid!r}, which {why}: write one of {given}")
         if lost := sorted(self.notes.keys() - grids):
             raise ValueError(f"notes are about grids, and {', '.join(lost)} is none of {', '.join(sorted(grids))}")
         return self

@@ -133,6 +133,13 @@ def test_a_claim_whose_system_does_not_fit_says_so():
     assert "not projected" in projected.claims(frame, PUBLISHED)
 
 
+@pytest.mark.parametrize(("grid", "why"), [("split", "varies something"), ("mian", "is none of the grids")])
+def test_a_claim_is_about_one_projection_of_a_grid_that_there_is(grid, why):
+    claims = [{**experiment().model_dump(mode="json")["claims"][0], "grid": grid}]
+    with pytest.raises(ConfigError, match=f"claim C3 is about grid '{grid}', which {why}: write one of main"):
+        experiment(claims=claims)
+
+
 def test_tables_and_figures_show_statuses_and_bands(frame):
     text = projection.table(frame, PUBLISHED)
     assert "does not fit" in text
