@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options.  None has a default here: what is not given comes from the file, then from the spec."""
     parser.epilog = EPILOG
     add = parser.add_argument
+    add("--wait", action="store_true", help="wait for another process that runs this, instead of being refused")
     add("--config", type=Path, metavar="FILE", help="YAML with settings; the options below override it")
     add("--model", metavar="NAME", help="for example qwen3-tiny (bytes as tokens, for CPUs)")
     add("--method", metavar="NAME", help="default basis-rotation; a wrong name lists all")
@@ -85,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("under torchrun give --out DIR and no --json: the result is in DIR/manifest.json")
         ranks = launch.torchrun_ranks(spec.world_size, f"stages x replicas is {spec.stages} x {spec.replicas}")
         pipeline_run.check(spec, local_ranks=ranks)
-        return worker.join_run(pipeline_run.PROCESSES, spec, args.out)
+        return worker.join_run(pipeline_run.PROCESSES, spec, args.out, wait=args.wait)
     pipeline_run.check(spec, local_ranks=spec.world_size)
     out = args.out or Path(tempfile.mkdtemp(prefix="pipeline-"))
     code = 2
     try:
         with _progress_on_stderr() if args.json else contextlib.nullcontext():
-            code = pipeline_run.execute(spec, out)
+            code = pipeline_run.execute(spec, out, wait=args.wait)
         manifest = RunFolder(out).manifest()
         if manifest is not None:
             print(json.dumps(report(manifest), allow_nan=False) if args.json else summary(manifest, args.out))

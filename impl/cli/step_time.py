@@ -12,6 +12,9 @@ TARGET = "impl.harness.step_time:run"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the job")
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for another process that runs this, instead of being refused"
+    )
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="YAML of a StepTimeSpec")
 
 
@@ -27,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     mesh = f"dp x tp is {spec.base.dp} x {spec.base.tp}"
     if launch.inside_torchrun():
         setup.check(spec.base, local_ranks=launch.torchrun_ranks(spec.world_size, mesh))
-        return worker.join_run(TARGET, spec, args.out)
+        return worker.join_run(TARGET, spec, args.out, wait=args.wait)
     setup.check(spec.base, local_ranks=spec.world_size)
-    return launch.execute(TARGET, spec, args.out, ranks=spec.world_size, runtime=spec.base.runtime)
+    ranks, runtime = spec.world_size, spec.base.runtime
+    return launch.execute(TARGET, spec, args.out, ranks=ranks, runtime=runtime, wait=args.wait)

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="folder of the run; holds manifest.json at its end")
+    add("--wait", action="store_true", help="wait for another process that runs this, instead of being refused")
     add("--config", type=Path, metavar="FILE", help="YAML with settings; the options below override it")
     add("--model", metavar="NAME", help="for example qwen3-tiny (bytes as tokens, for CPUs)")
     add("--strategy", metavar="NAME", help="sc, asc, nv-layerwise or canzona (default)")
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         ranks = launch.torchrun_ranks(spec.world_size, f"dp x tp is {spec.dp} x {spec.tp}")
         setup.check(spec, local_ranks=ranks)
         resuming.check(spec, args.out)
-        return worker.join_run(TARGET, spec, args.out)
+        return worker.join_run(TARGET, spec, args.out, wait=args.wait)
     setup.check(spec, local_ranks=spec.world_size)
     resuming.check(spec, args.out)
-    return launch.execute(TARGET, spec, args.out, ranks=spec.world_size, runtime=spec.runtime)
+    ranks = spec.world_size
+    return launch.execute(TARGET, spec, args.out, ranks=ranks, runtime=spec.runtime, wait=args.wait)

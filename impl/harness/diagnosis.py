@@ -6,7 +6,7 @@ import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from impl.harness.processes import signal_name
 from impl.harness.record import RunFolder
@@ -14,8 +14,20 @@ from impl.harness.record import RunFolder
 TAIL_LINES = 40
 
 
-def diagnose(run: RunFolder, agent_exit: int, stopped: Sequence[int]) -> tuple[str, str]:
-    """Return the status of a run whose ranks ended without a manifest, and its error.
+class Diagnosis(NamedTuple):
+    """Why a run failed.
+
+    error: its first line names the rank and the cause.  lost: a process was killed from outside, so that the run may
+        well go on from its checkpoint.
+    """
+
+    status: str
+    error: str
+    lost: bool = False
+
+
+def diagnose(run: RunFolder, agent_exit: int, stopped: Sequence[int]) -> Diagnosis:
+    """Return the diagnosis of a run whose ranks ended without a manifest.
 
     The error's first line names the rank and the cause; the traceback, or the end of a log, follows.  When one rank
     dies the others fail too, so causes are looked for in this order: a rank that was stopped; a rank that vanished
@@ -28,16 +40,25 @@ def diagnose(run: RunFolder, agent_exit: int, stopped: Sequence[int]) -> tuple[s
     if stopped:
         names = ", ".join(map(str, stopped))
         rest = f"\n\nthe others: {_summary(errors[0])}\n{errors[0]['traceback']}" if errors else ""
-        return "failed", f"rank {names} was stopped (SIGSTOP or a debugger) and kept the others waiting{rest}"
+        return Diagnosis(
+            "failed", f"rank {names} was stopped (SIGSTOP or a debugger) and kept the others waiting{rest}"
+        )
     known = {error["rank"] for error in errors}
     for rank, code in sorted(exits.items()):
         if rank not in known and code not in (0, -signal.SIGTERM):
-            return "failed", f"rank {rank} {_ending(code)}\n\n{_tail(run.path / f'rank-{rank}.log')}"
+            tail = _tail(run.path / f"rank-{rank}.log")
+            return Diagnosis("failed", f"rank {rank} {_ending(code)}\n\n{tail}", _is_killed(code))
     if errors:
-        return errors[0]["status"], f"{_summary(errors[0])}\n\n{errors[0]['traceback']}"
+        return Diagnosis(errors[0]["status"], f"{_summary(errors[0])}\n\n{errors[0]['traceback']}")
     if agent_exit:
-        return "failed", f"torchrun's agent {_ending(agent_exit)}\n\n{_tail(run.agent_log)}"
-    return "failed", f"the ranks ended without a result\n\n{_tail(run.agent_log)}"
+        error = f"torchrun's agent {_ending(agent_exit)}\n\n{_tail(run.agent_log)}"
+        return Diagnosis("failed", error, _is_killed(agent_exit))
+    return Diagnosis("failed", f"the ranks ended without a result\n\n{_tail(run.agent_log)}")
+
+
+def _is_killed(code: int) -> bool:
+    """Whether somebody else ended the process; a segmentation fault, say, is its own doing."""
+    return code in (-signal.SIGKILL, -signal.SIGTERM)
 
 
 def _summary(error: dict[str, Any]) -> str:

@@ -67,10 +67,10 @@ def torchrun_ranks(world_size: int, meaning: str) -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def execute(target: str, spec: Spec, out: Path, *, ranks: int, runtime: RuntimeSpec) -> int:
+def execute(target: str, spec: Spec, out: Path, *, ranks: int, runtime: RuntimeSpec, wait: bool = False) -> int:
     """Run ``target`` (``module:function``, see :mod:`impl.harness.worker`) on ``ranks`` ranks in the folder ``out``.
 
-    Does nothing if the folder holds the ended run of the same settings.  Returns the exit code: 0 done, 3 diverged, 1
+    Does nothing if the folder holds the ended run of the same settings.  ``wait`` as in :meth:`RunFolder.claim`.  Returns the exit code: 0 done, 3 diverged, 1
     otherwise, 128 + signal if interrupted.  Raises :class:`impl.errors.ConfigError` before anything is started if the
     folder cannot be used.  Call it from the main thread, whose end would end the ranks.
     """
@@ -80,13 +80,13 @@ def execute(target: str, spec: Spec, out: Path, *, ranks: int, runtime: RuntimeS
             watch = _watch(process, run, runtime.collective_timeout_s)
         if run.manifest() is None:
             run.wait_for_ranks()
-            status, error = diagnose(run, watch.exit_code, watch.stopped)
-            run.finish(spec, status, error=error)
+            found = diagnose(run, watch.exit_code, watch.stopped)
+            run.finish(spec, found.status, error=found.error, lost=found.lost)
 
-    return _recorded(on_ranks, spec, out)
+    return _recorded(on_ranks, spec, out, wait)
 
 
-def execute_here(work: Callable[[RunFolder], None], spec: Spec, out: Path) -> int:
+def execute_here(work: Callable[[RunFolder], None], spec: Spec, out: Path, *, wait: bool = False) -> int:
     """Run ``work``, which writes the manifest, in this process and the folder ``out``; otherwise as :func:`execute`."""
 
     def here(run: RunFolder) -> None:
@@ -96,13 +96,13 @@ def execute_here(work: Callable[[RunFolder], None], spec: Spec, out: Path) -> in
             text = "".join(traceback.format_exception(error))
             run.finish(spec, status_of(error), error=f"{type(error).__name__}: {error}\n\n{text}")
 
-    return _recorded(here, spec, out)
+    return _recorded(here, spec, out, wait)
 
 
-def _recorded(work: Callable[[RunFolder], None], spec: Spec, out: Path) -> int:
+def _recorded(work: Callable[[RunFolder], None], spec: Spec, out: Path, wait: bool) -> int:
     """Run ``work``, which writes the manifest unless it is interrupted, as the only one in the folder ``out``."""
     run = RunFolder(out)
-    manifest = run.claim(spec)
+    manifest = run.claim(spec, wait=wait)
     try:
         if manifest is not None:
             print(f"nothing to do: {run.path} is {manifest['status']} with these settings")

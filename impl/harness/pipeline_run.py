@@ -24,6 +24,7 @@ from impl.harness.pipeline_results import result
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.progress import Progress
 from impl.harness.record import RunFolder, append_row, cut_rows, write_atomically
+from impl.harness.run_state import tail
 from impl.harness.schedule import learning_rate
 from impl.harness.setup import device_type
 from impl.models import catalogue
@@ -152,26 +153,34 @@ class Recorder:
         """Write the held-out loss of the newest weights of all stages after ``update``."""
         append_row(self._metrics, {"event": "heldout", "step": update, "loss": loss})
 
+    def written_loss(self, update: int) -> str:
+        """Return what a progress line says of the loss of ``update``, which another process may have written.
+
+        Empty if it is not seen here yet.
+        """
+        rows = (row for row in tail(self._metrics) if row.get("event") == "step" and row.get("step") == update)
+        return next((f"loss {row['loss']:.4f}  " for row in rows if row.get("loss") is not None), "")
+
 
 def is_evaluated(spec: PipelineSpec, update: int) -> bool:
     """Return whether the newest weights are evaluated after 1-based ``update``; ``eval_every`` 0 is never."""
     return spec.eval_every > 0 and (update == spec.steps or update % spec.eval_every == 0)
 
 
-def execute(spec: PipelineSpec, out: Path) -> int:
+def execute(spec: PipelineSpec, out: Path, *, wait: bool = False) -> int:
     """Run ``spec`` in the folder ``out``, which then holds its record; return the exit code as :mod:`launch` does.
 
-    Raises :class:`ConfigError` before anything is started.
+    wait: as in :meth:`RunFolder.claim`.  Raises :class:`ConfigError` before anything is started.
     """
     if spec.runtime == "processes":
-        return launch.execute(PROCESSES, spec, out, ranks=spec.world_size, runtime=spec.process)
-    return launch.execute_here(lambda run: _simulate(spec, run), spec, out)
+        return launch.execute(PROCESSES, spec, out, ranks=spec.world_size, runtime=spec.process, wait=wait)
+    return launch.execute_here(lambda run: _simulate(spec, run), spec, out, wait=wait)
 
 
 def _simulate(spec: PipelineSpec, run: RunFolder) -> None:
     """Run all stages in this process and write the record."""
     setup, recorder = prepare(spec), Recorder(spec, run.metrics)
-    progress = Progress(sys.stdout, spec.steps, spec.process.heartbeat_s, "update")
+    progress = Progress(sys.stdout, spec.steps, spec.process.heartbeat_s, "update", spec.batch)
     with one_process(spec) as device:
         stages = build_stages(
             setup.model,

@@ -16,13 +16,17 @@ from impl.projection import hardware
 def digest(path: str | Path, root: Path) -> str:
     """Return a hash of what is in the hardware files and the kernel table that the experiment in ``path`` names.
 
-    root: folder of the project, to which a kernel table's path is relative.  Comments in hardware files do not count.
+    root: folder of the project, to which a kernel table's path is relative.  Comments in hardware files, and what jobs
+        ask a batch system for, do not count.
     Raises :class:`ConfigError` if one is not known or cannot be read.
     """
     data = load_yaml(Path(path))
     known = hardware.names()
     kinds = {name if name in known else hardware.split(name)[0] for name in _hardware(data)}
-    found: dict[str, Any] = {kind: load_yaml(hardware.FOLDER / f"{kind}.yaml") for kind in kinds}
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        described = load_yaml(hardware.FOLDER / f"{kind}.yaml")
+        found[kind] = {k: v for k, v in described.items() if k != "jobs"} if isinstance(described, dict) else described
     table = data.get("kernels") if isinstance(data, dict) else None
     if table is not None:
         try:

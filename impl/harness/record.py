@@ -61,23 +61,28 @@ class RunFolder:
         self._attempt = self.path / ".attempt.json"
         self._lock: int | None = None
 
-    def claim(self, spec: Spec) -> dict[str, Any] | None:
+    def claim(self, spec: Spec, *, wait: bool = False) -> dict[str, Any] | None:
         """Lock the folder for the settings ``spec``; return its manifest if the run has ended for good, else None.
 
         The lock is held until every process that inherited :attr:`lock` has ended.  A folder whose settings have
-        another digest is never changed.  Raises :class:`ConfigError`.
+        another digest is never changed.
+
+        wait: wait, as long as it takes, for another process that works in the folder; a second one is refused
+            otherwise.
+
+        Raises :class:`ConfigError`.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ConfigError(f"cannot write to run folder {self.path}: {error.strerror}") from None
-        self._take_lock()
+        self._take_lock(wait=wait)
         try:
             self._check_settings(spec)
             manifest = self.manifest()
             if manifest is None or manifest.get("status") not in FINAL:
-                if not self.wait_for_ranks():
+                if not self.wait_for_ranks(math.inf if wait else 10.0):
                     raise ConfigError(f"run folder {self.path} is in use by ranks of an earlier start: stop them first")
                 write_atomically(self.config, yaml.safe_dump(spec.resolved(), sort_keys=True))
                 return None
@@ -119,8 +124,13 @@ class RunFolder:
         }
         write_atomically(self._attempt, json.dumps(start))
 
-    def finish(self, spec: Spec, status: str, *, result: Any = None, error: Any = None) -> dict[str, Any]:
-        """Write the manifest, atomically; return it."""
+    def finish(
+        self, spec: Spec, status: str, *, result: Any = None, error: Any = None, lost: bool = False
+    ) -> dict[str, Any]:
+        """Write the manifest, atomically; return it.
+
+        lost: the run did not end by what it computes: one of its processes was killed.
+        """
         start = json.loads(self._attempt.read_text())
         ended = provenance.now()
         manifest = {
@@ -135,6 +145,7 @@ class RunFolder:
             "seconds": _seconds_between(start["started"], ended),
             "result": result,
             "error": error,
+            "lost": lost,
         }
         write_atomically(self.manifest_path, json.dumps(finite(manifest), indent=1, allow_nan=False) + "\n")
         self._attempt.unlink(missing_ok=True)
@@ -151,8 +162,8 @@ class RunFolder:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return descriptor
 
-    def _take_lock(self, seconds: float = 10.0) -> None:
-        deadline = time.monotonic() + seconds
+    def _take_lock(self, seconds: float = 10.0, *, wait: bool = False) -> None:
+        deadline, waiting = time.monotonic() + seconds, False
         while True:
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,6 +172,12 @@ class RunFolder:
                 holder = os.pread(self.lock, 200, 0).decode(errors="replace").strip()
                 if has_ended(holder) and time.monotonic() < deadline:
                     time.sleep(0.05)  # the processes of a killed launcher are about to follow it
+                    continue
+                if wait:
+                    if not waiting:
+                        print(f"{self.path.name}: waiting for {holder or 'another process'}, which runs it", flush=True)
+                    waiting = True
+                    time.sleep(0.5)
                     continue
                 self.release()
                 raise ConfigError(
@@ -186,7 +203,7 @@ class RunFolder:
         except ConfigError as error:
             raise ConfigError(f"run folder {self.path} cannot be continued ({error}): give another --out") from None
         if found.digest != spec.digest:
-            changed = ", ".join(_differences(found.resolved(), spec.resolved()))
+            changed = ", ".join(differences(found.resolved(), spec.resolved()))
             raise ConfigError(
                 f"run folder {self.path} belongs to settings {found.digest[:12]}, these are {spec.digest[:12]} "
                 f"(different: {changed}): give another --out or delete the folder"
@@ -281,11 +298,12 @@ def finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield what differs between two sets of settings, in the form ``key.sub 1 -> 2``."""
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{key}.")
+            yield from differences(a, b, f"{prefix}{key}.")
         elif a != b:
             yield f"{prefix}{key} {a!r} -> {b!r}"
 

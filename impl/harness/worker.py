@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 START_TIMEOUT = timedelta(minutes=5)
 """Ranks import at different speeds on a busy machine; that is no reason to fail."""
+WAIT_TIMEOUT = timedelta(days=30)
+"""Longer than any job may run: who waits for another process waits until it ends."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,19 @@ def report_error(folder: Path, rank: int, error: BaseException) -> dict[str, Any
     return report
 
 
-def join_run(target: str, spec: Spec, folder: Path) -> int:
+def join_run(target: str, spec: Spec, folder: Path, *, wait: bool = False) -> int:
     """Become a rank of a run that the user's own torchrun starts, on one machine or several; return the exit code.
 
     Rank 0 claims the folder, which all machines must see, and the others touch it only after that.  A rank that fails
-    writes the manifest itself.  Raises :class:`impl.errors.ConfigError` on all ranks if the folder cannot be used.
+    writes the manifest itself.  ``wait`` as in :meth:`impl.harness.record.RunFolder.claim`.  Raises
+    :class:`impl.errors.ConfigError` on all ranks if the folder cannot be used.
     """
     from impl.harness.record import EXIT_CODES
 
     die_with_parent(os.getppid())
     me = replace(this_rank(folder, sys.stdout), store=open_store())
     run = me.folder
-    ended = _claim(me, spec)
+    ended = _claim(me, spec, wait)
     if ended:
         if me.rank == 0:
             print(f"nothing to do: {run.path} is {ended} with these settings")
@@ -130,10 +133,19 @@ def join_run(target: str, spec: Spec, folder: Path) -> int:
     except BaseException as error:
         report = report_error(run.path, me.rank, error)
         if run.manifest() is None:
-            run.finish(spec, report["status"], error=f"rank {me.rank}: {report['traceback']}")
+            error_text = f"rank {me.rank}: {report['traceback']}"
+            run.finish(spec, report["status"], error=error_text, lost=_lost_another(error))
         _leave(f"rank {me.rank}: {error}", 1)
     manifest = run.manifest() or {}
     _leave("", EXIT_CODES.get(manifest.get("status", "done"), 1) if me.rank == 0 else 0)
+
+
+def _lost_another(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone, whose own end is the cause."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Connection refused")
+    )
 
 
 def open_store() -> Store:
@@ -143,19 +155,19 @@ def open_store() -> Store:
     return next(dist.rendezvous("env://", timeout=START_TIMEOUT))[0]  # type: ignore[attr-defined]
 
 
-def _claim(me: Rank, spec: Spec) -> str:
+def _claim(me: Rank, spec: Spec, wait: bool) -> str:
     """Claim the folder on rank 0 and tell the others; return the status of a run that has ended for good, else ''."""
     assert me.store is not None
     if me.rank == 0:
         try:
-            ended = me.folder.claim(spec)
+            ended = me.folder.claim(spec, wait=wait)
             if ended is None:
                 me.folder.begin()
         except ConfigError as error:
             me.store.set("claim", f"refused:{error}")
             raise
         me.store.set("claim", f"ended:{ended['status'] if ended else ''}")
-    me.store.wait(["claim"], START_TIMEOUT)
+    me.store.wait(["claim"], WAIT_TIMEOUT if wait else START_TIMEOUT)
     verdict, _, text = me.store.get("claim").decode().partition(":")
     if verdict == "refused":
         raise ConfigError(text)

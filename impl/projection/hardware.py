@@ -78,6 +78,24 @@ class NodeSpec(LinkSpec):
     devices: int = Field(gt=0)
 
 
+class JobSpec(Frozen):
+    """What a job asks a batch system for; no projection depends on it.
+
+    cpus, memory_mb: cores and MiB of host memory for each device.
+    minutes: the longest that a job may take, by experiment; ``default`` is for those that are not named.
+    """
+
+    cpus: int = Field(gt=0)
+    memory_mb: int = Field(ge=500)
+    minutes: dict[str, int]
+
+    @model_validator(mode="after")
+    def _has_default(self) -> JobSpec:
+        if "default" not in self.minutes or min(self.minutes.values()) <= 0:
+            raise ValueError("minutes needs a default, and every limit must be positive")
+        return self
+
+
 class HardwareSpec(Frozen):
     """A kind of cluster: equal nodes of equal devices.  network: a device's own share; host: device to CPU memory."""
 
@@ -88,6 +106,7 @@ class HardwareSpec(Frozen):
     network: LinkSpec
     host: LinkSpec
     efficiency: dict[Reached, Assumption]
+    jobs: JobSpec | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> HardwareSpec:
@@ -177,6 +196,13 @@ def load(name: str, folder: Path = FOLDER) -> Hardware:
     Raises :class:`ConfigError` for an unknown kind, a missing number or a wrong file.
     """
     kind, count = split(name, folder)
+    return Hardware(name, load_kind(kind, folder), count)
+
+
+def load_kind(kind: str, folder: Path = FOLDER) -> HardwareSpec:
+    """Return the hardware file of a ``kind``, for example ``h100``; raises :class:`ConfigError`."""
+    if kind not in names(folder):
+        raise unknown("hardware", kind, names(folder))
     path = folder / f"{kind}.yaml"
     try:
         spec = parse(HardwareSpec, load_yaml(path))
@@ -184,7 +210,7 @@ def load(name: str, folder: Path = FOLDER) -> Hardware:
         raise ConfigError(f"{path}: {error}") from None
     if spec.id != kind:
         raise ConfigError(f"{path}: id must be {kind!r}, as in the file's name, not {spec.id!r}")
-    return Hardware(name, spec, count)
+    return spec
 
 
 def split(name: str, folder: Path = FOLDER) -> tuple[str, int]:

@@ -30,8 +30,8 @@ def test_the_earliest_exception_is_the_cause(tmp_path):
     report(tmp_path, 1, 4.0, "OutOfMemoryError", "out-of-memory")
     run = RunFolder(tmp_path)
     run.exits.write_text(json.dumps({"0": 1, "1": 1, "2": -15}))
-    status, error = diagnose(run, 1, [])
-    assert status == "out-of-memory"
+    status, error, lost = diagnose(run, 1, [])
+    assert (status, lost) == ("out-of-memory", False)
     assert error == "rank 1: OutOfMemoryError: OutOfMemoryError\n\nTraceback of 1"
 
 
@@ -40,8 +40,8 @@ def test_a_rank_that_vanished_is_the_cause_of_the_exceptions_of_others(tmp_path)
     (tmp_path / "rank-1.log").write_text("last words\n")
     run = RunFolder(tmp_path)
     run.exits.write_text(json.dumps({"0": 1, "1": -9}))
-    status, error = diagnose(run, 1, [])
-    assert status == "failed"
+    status, error, lost = diagnose(run, 1, [])
+    assert (status, lost) == ("failed", True)
     assert error.startswith("rank 1 was killed by SIGKILL")
     assert "last words" in error
     assert diagnose(run, 1, [2])[1].startswith("rank 2 was stopped")
@@ -53,8 +53,11 @@ def test_a_dead_agent_is_named(tmp_path):
     assert diagnose(run, 1, []) == (
         "failed",
         "torchrun's agent ended with exit code 1 and no exception\n\nImportError: no such thing",
+        False,
     )
-    assert diagnose(run, -9, [])[1].startswith("torchrun's agent was killed by SIGKILL")
+    assert diagnose(run, -9, []).error.startswith("torchrun's agent was killed by SIGKILL")
+    assert diagnose(run, -9, []).lost
+    assert not diagnose(run, -11, []).lost
 
 
 def test_signal_names():
@@ -141,16 +144,30 @@ def test_progress_rewrites_one_line_on_a_terminal_only(monkeypatch):
     for out in (log, terminal):
         shown = progress.Progress(out, steps=4, interval=2.0)
         for step in (1, 2, 3, 4):
-            shown.step(step, 2.5, 1234.5)
+            shown.step(step, 2.5, 25.75, 1236.0)
         shown.line("the end")
     assert log.getvalue().splitlines() == [
-        "step 2/4  loss 2.5000  1,234 tokens/s  ETA 0:02",
-        "step 4/4  loss 2.5000  1,234 tokens/s  ETA 0:00",
+        "step 2/4  loss 2.5000  25.8 samples/s  1,236 tokens/s  ETA 0:02",
+        "step 4/4  loss 2.5000  25.8 samples/s  1,236 tokens/s  ETA 0:00",
         "the end",
     ]
     assert terminal.getvalue().count("\r") == 2
     assert terminal.getvalue().count("\n") == 2
     assert [progress.duration(s) for s in (0, 61.4, 3725)] == ["0:00", "1:01", "1:02:05"]
+
+
+def test_progress_counts_samples_since_its_last_line(monkeypatch):
+    clock = iter([0.0, 1.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    log, asked = io.StringIO(), []
+    shown = progress.Progress(log, 4, 2.0, "update", samples=8)
+    for update in (1, 2, 3, 4):
+        shown.advance(update, lambda done=update: asked.append(done) or f"loss {done}  ")
+    assert log.getvalue().splitlines() == [
+        "update 2/4  loss 2  4.0 samples/s  ETA 0:04",  # 2 updates of 8 in 4 s
+        "update 4/4  loss 4  8.0 samples/s  ETA 0:00",
+    ]
+    assert asked == [2, 4]
 
 
 @pytest.mark.parametrize(("failures", "alarms"), [(0, []), (2, ["soap.failures is 2 so far"])])

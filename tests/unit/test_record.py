@@ -3,6 +3,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -53,6 +54,23 @@ def test_a_claimed_folder_is_refused_to_others_until_every_holder_is_gone(tmp_pa
         RunFolder(tmp_path).claim(SPEC)
     os.close(inherited)
     assert RunFolder(tmp_path).claim(SPEC) is None
+
+
+def test_a_second_one_that_waits_goes_on_when_the_first_has_ended(tmp_path, capfd):
+    first = RunFolder(tmp_path)
+    first.claim(SPEC)
+    first.begin()
+    claimed: list[Any] = []
+    second = threading.Thread(target=lambda: claimed.append(RunFolder(tmp_path).claim(SPEC, wait=True)))
+    second.start()
+    second.join(1.5)
+    assert second.is_alive()
+    assert not claimed
+    first.finish(SPEC, "done")
+    first.release()
+    second.join(30)
+    assert claimed[0]["status"] == "done"
+    assert capfd.readouterr().out.count("waiting for process") == 1
 
 
 def test_the_folder_of_a_killed_launcher_is_free_when_its_processes_have_ended(tmp_path):
