@@ -70,8 +70,8 @@ class Cluster:
         nodes = -(-ranks // self.devices)
         if ranks % nodes:
             raise ConfigError(
-                f"{experiment}: {ranks} ranks do not fill {nodes} nodes of {self.devices} devices ({self.name}) evenly: "
-                f"ask for a multiple of {self.devices} ranks"
+                f"{experiment}: {ranks} ranks do not fill {nodes} nodes of {self.devices} devices ({self.name}) "
+                f"evenly: ask for a multiple of {self.devices} ranks"
             )
         if nodes > self.site.nodes:
             raise ConfigError(

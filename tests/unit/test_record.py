@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 

@@ -53,7 +53,7 @@ def test_a_wrong_section_is_one_line(section, message):
 
 def test_jobs_that_cannot_be_are_refused():
     small = site.cluster({"hardware": "h100", "nodes": 2})
-    with pytest.raises(ConfigError, match="needs 32 nodes of h100, slurm.nodes is 2"):
+    with pytest.raises(ConfigError, match=r"needs 32 nodes of h100, slurm\.nodes is 2"):
         small.request(256, "step_time")
     odd = replace(small, devices=4)
     with pytest.raises(ConfigError, match="ask for a multiple of 4 ranks"):
@@ -63,7 +63,7 @@ def test_jobs_that_cannot_be_are_refused():
 def test_hardware_without_a_section_jobs_is_named(tmp_path):
     text = (hardware.FOLDER / "h100.yaml").read_text()
     (tmp_path / "h100.yaml").write_text(text[: text.index("jobs:")])
-    with pytest.raises(ConfigError, match="h100.yaml has no section jobs"):
+    with pytest.raises(ConfigError, match=r"h100\.yaml has no section jobs"):
         site.cluster({"hardware": "h100"}, tmp_path)
 
 
@@ -83,7 +83,13 @@ def test_what_jobs_ask_for_moves_no_projection(tmp_path, monkeypatch):
     assert digests[0] == digests[1] != digests[2]
 
 
-HOLDER = "import sys, pathlib; from impl.harness import sweep_lock; sweep_lock.hold(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"  # noqa: E501
+HOLDER = """
+import sys, pathlib
+from impl.harness import sweep_lock
+sweep_lock.hold(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_one_workflow_at_a_time_and_no_stale_lock(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -27,10 +28,8 @@ def working_in(folder: Path, *words: str) -> list[int]:
 
 def kill(pid: int) -> None:
     """Send SIGKILL to a process that may have ended."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def until(condition: Callable[[], object], seconds: float = 90.0, every: float = 0.1) -> None:
