@@ -71,8 +71,9 @@ def execute(target: str, spec: Spec, out: Path, *, ranks: int, runtime: RuntimeS
     """Run ``target`` (``module:function``, see :mod:`impl.harness.worker`) on ``ranks`` ranks in the folder ``out``.
 
     Does nothing if the folder holds the ended run of the same settings.  ``wait`` as in :meth:`RunFolder.claim`.
-    Returns the exit code: 0 done, 3 diverged, 1 otherwise, 128 + signal if interrupted.  Raises :class:`impl.errors.ConfigError` before anything is started if the
-    folder cannot be used.  Call it from the main thread, whose end would end the ranks.
+    Returns the exit code: 0 done, 3 diverged, 1 otherwise, 128 + signal if interrupted.  Raises
+    :class:`impl.errors.ConfigError` before anything is started if the folder cannot be used.  Call it from the main
+    thread, whose end would end the ranks.
     """
 
     def on_ranks(run: RunFolder) -> None:

@@ -86,12 +86,14 @@ def run(me: Rank) -> None:
     contestants = [contestant(spec, system, mesh, me) for system in spec.systems]
     progress = None
     if me.terminal is not None:
-        progress = Progress(me.terminal, spec.repetitions, base.runtime.heartbeat_s, unit="repetition")
+        samples = base.batch * len(spec.systems) * (1 + spec.timed_steps)
+        progress = Progress(me.terminal, spec.repetitions, base.runtime.heartbeat_s, "repetition", samples)
     me.folder.metrics.unlink(missing_ok=True)  # a repetition means nothing beside those of another process
     for one in contestants:
         one.audited_step(contestants[0].trainer.stream.batch(1).to(device))
     gc.collect()
     gc.disable()  # a collection inside a timed step would be charged to whichever system it falls on
+    losses: list[float] = []
     for repetition in range(-spec.warmup, spec.repetitions):
         tokens = contestants[0].trainer.stream.batch(repetition + spec.warmup + 2).to(device)
         turn = repetition % len(contestants)
@@ -108,7 +110,7 @@ def run(me: Rank) -> None:
                 row |= {"losses": losses, "last_step": last}
                 append_row(me.folder.metrics, {"event": "step_time", "step": repetition, **row})
         if progress is not None and repetition >= 0:
-            progress.advance(repetition + 1)
+            progress.advance(repetition + 1, f"loss {losses[-1]:.4f}  ")
     gc.enable()
     result = {"systems": {one.system.id: facts(one, compare=spec.compare_parameters) for one in contestants}}
     if me.rank == 0:

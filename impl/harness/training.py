@@ -203,7 +203,7 @@ class Trainer:
             row["not_finite"] = list(info.not_finite)
         self.write({**row, "tokens_per_s": speed, "seconds": seconds, "slowed": audited or measured})
         if self.progress is not None:
-            self.progress.step(step, loss, speed)
+            self.progress.step(step, loss, speed / spec.sequence, speed)
         self.report_health(step, engine.worst_health())
         if not info.skipped:
             return math.isfinite(loss)

@@ -71,7 +71,7 @@ class _RecordedProgress:
 
     def passed(self, update: int) -> None:
         if self.progress is not None:
-            self.progress.advance(update)
+            self.progress.advance(update, lambda: self.recorder.written_loss(update))
 
 
 def run(me: Rank) -> None:
@@ -87,7 +87,7 @@ def run(me: Rank) -> None:
     device = me.join(device_type(spec.process.device, me.local_ranks), spec.process)
     progress = None
     if me.terminal is not None:
-        progress = Progress(me.terminal, spec.steps, spec.process.heartbeat_s, "update")
+        progress = Progress(me.terminal, spec.steps, spec.process.heartbeat_s, "update", spec.batch)
     runner = build(spec, setup, device, _RecordedProgress(Recorder(spec, me.folder.metrics), progress))
     checkpoints = Checkpoints(spec, me.folder, [runner.stage], runner.microbatches)
     first = agreed(first, device)
