@@ -23,16 +23,45 @@ from impl.harness.tiers import TIERS, Id, Tier, canonical_digest, merged, no_dup
 
 
 class Mesh(Frozen):
-    """A mesh of an experiment: DP x TP ranks, and the systems (by id) that are left out on it."""
+    """A mesh of an experiment: DP x TP ranks, and the systems (by id) that are left out on it.
+
+    model: trained there instead of the experiment's.
+    pairs_with: of a timing job whose systems do not fit into a device's memory side by side: a system (by id) with
+        which each of the others has a job of its own.  Ratios to that system are still of the same repetition of one
+        job.  What is lost: two of the others are compared over two jobs, perhaps on other nodes.
+    """
 
     dp: int = Field(gt=0)
     tp: int = Field(gt=0)
+    model: str | None = None
     without: tuple[str, ...] = ()
+    pairs_with: str | None = None
 
     @property
     def id(self) -> str:
         """Name in paths."""
-        return f"dp{self.dp}-tp{self.tp}"
+        mesh = f"dp{self.dp}-tp{self.tp}"
+        return mesh if self.model is None else f"{self.model.replace('.', '-')}-{mesh}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it says about its runs."""
+        return {"dp": self.dp, "tp": self.tp} | ({} if self.model is None else {"model": self.model})
+
+    def jobs(self, systems: tuple[System, ...]) -> list[tuple[str, tuple[System, ...]]]:
+        """Return the jobs of ``systems``: how the name of each goes on, and its systems.
+
+        Raises :class:`ConfigError` if ``pairs_with`` is none of them.
+        """
+        if self.pairs_with is None:
+            return [("", systems)]
+        known = {system.id: system for system in systems}
+        if self.pairs_with not in known:
+            raise unknown("system on this mesh for pairs_with", self.pairs_with, known)
+        first = known.pop(self.pairs_with)
+        if not known:
+            raise ConfigError(f"pairs_with {first.id} on {self.id}: there is no other system to pair it with")
+        return [(f"-{first.id}-{other.id}", (first, other)) for other in known.values()]
 
 
 class StepTimeTier(Frozen):
@@ -54,6 +83,12 @@ class PrecisionTier(Frozen):
     meshes: tuple[Mesh, ...] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     base: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _no_pairs(self) -> PrecisionTier:
+        if any(mesh.pairs_with for mesh in self.meshes):
+            raise ValueError("pairs_with is for timing jobs: every training run here has one system")
+        return self
 
 
 class _Experiment(Frozen):
@@ -98,7 +133,7 @@ class _Experiment(Frozen):
 
 
 class StepTimeExperiment(_Experiment):
-    """Time, bytes and state of one step under every system: one job per mesh and optimizer.
+    """Time, bytes and state of one step under every system: one job per mesh and optimizer, or one per pair of systems.
 
     compare_parameters: whether the systems' parameters are compared at the end of each job.
     """
@@ -112,18 +147,20 @@ class StepTimeExperiment(_Experiment):
         chosen = of_tier(self.tiers, tier)
         runs = []
         for mesh in chosen.meshes:
-            for prefix, base in self.bases(chosen.base, {"dp": mesh.dp, "tp": mesh.tp}):
-                spec = StepTimeSpec(
-                    base=base,
-                    systems=self.on(mesh),
-                    repetitions=chosen.repetitions,
-                    warmup=chosen.warmup,
-                    timed_steps=chosen.timed_steps,
-                    compare_parameters=self.compare_parameters,
-                )
-                for system in spec.systems:
-                    system.run_spec(base)
-                runs.append(Run(name=f"{prefix}{mesh.id}", command="step-time", spec=spec))
+            bases = list(self.bases(chosen.base, mesh.settings))
+            for suffix, systems in mesh.jobs(self.on(mesh)):
+                for prefix, base in bases:
+                    spec = StepTimeSpec(
+                        base=base,
+                        systems=systems,
+                        repetitions=chosen.repetitions,
+                        warmup=chosen.warmup,
+                        timed_steps=chosen.timed_steps,
+                        compare_parameters=self.compare_parameters,
+                    )
+                    for system in spec.systems:
+                        system.run_spec(base)
+                    runs.append(Run(name=f"{prefix}{mesh.id}{suffix}", command="step-time", spec=spec))
         return tuple(runs)
 
 
@@ -139,7 +176,7 @@ class PrecisionExperiment(_Experiment):
         runs = []
         for mesh in chosen.meshes:
             for seed in chosen.seeds:
-                shared = {"dp": mesh.dp, "tp": mesh.tp, "seed": seed}
+                shared = {**mesh.settings, "seed": seed}
                 for prefix, base in self.bases(chosen.base, shared):
                     runs += [
                         Run(name=f"{prefix}{s.id}-{mesh.id}-s{seed}", command="train", spec=s.run_spec(base), system=s)

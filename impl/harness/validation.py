@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from impl.errors import ConfigError
-from impl.harness import setup
+from impl.harness import job_plans, setup
 from impl.harness.pipeline_results import FILLING
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.run import Run
@@ -22,7 +22,7 @@ from impl.harness.step_time_spec import StepTimeSpec, System
 from impl.harness.validation_spec import Limits
 from impl.projection import pipeline
 from impl.projection.measured import load_machine
-from impl.projection.training import Projection, Workload, project
+from impl.projection.training import Projection, project
 from impl.projection.uncertain import Range, Samples, band
 
 PHASES = ("iteration", "optimizer_step", "forward_backward")
@@ -102,19 +102,11 @@ def replay_rows(
                 yield _row(keys, "optimizer_step", measured, spread.draws("replay"), evidence)
 
 
-def training_workload(spec: RunSpec) -> Workload:
-    """Return the projection's workload of a training run."""
-    given = {name: getattr(spec, name) for name in ("sequence", "batch", "microbatches", "dtype")}
-    return Workload(**given, sequence_parallel=False)
-
-
 def project_run(spec: RunSpec, kernels: Path) -> Projection:
     """Return the projection of a training run on the machine of ``kernels``; raises :class:`ConfigError`."""
     made = setup.prepare(spec)
-    optimizer_of = {slot.parameter: family.optimizer for family in made.plan.families for slot in family.slots}
-    costs = [made.optimizers[optimizer_of[index]] for index in range(len(made.plan.parameters))]
     machine = load_machine("local", kernels, spec.world_size)
-    return project(made.plan, costs, made.model, training_workload(spec), machine)
+    return project(made.plan, job_plans.costs(made), made.model, job_plans.workload(spec), machine)
 
 
 def _training(name: str, run: Run, spec: StepTimeSpec, frame: pd.DataFrame, kernels: Path) -> Iterator[dict[str, Any]]:

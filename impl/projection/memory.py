@@ -62,10 +62,30 @@ def needed(
     Raises :class:`ConfigError` if the batch does not divide.
     """
     mesh = plan.dp, plan.tp
+    parts = by_rank(plan, costs, config, work, tp_update=tp_update, uneven=uneven)
+    moments = [sum((parts[name] for name in names), np.zeros(mesh)) for names in MOMENTS]
+    total = sum((parts[name] for name in STATIC), np.zeros(mesh)) + np.max(moments, axis=0)
+    dp, tp = (int(i) for i in np.unravel_index(int(total.argmax()), mesh))
+    layer = f"formula: what autograd keeps of a layer, fused attention, recompute {work.recompute}"
+    sources = dict.fromkeys(parts, EXACT) | {"activations": layer, "logits": "formula: fp32 softmax and gradient"}
+    return Memory({n: round(v[dp, tp]) for n, v in parts.items()}, round(total[dp, tp]), (dp, tp), sources)
+
+
+def by_rank(
+    plan: Plan,
+    costs: Sequence[Optimizer],
+    config: ModelConfig,
+    work: Workload,
+    *,
+    tp_update: TpUpdate = "exchange",
+    uneven: Uneven = "rooted",
+) -> dict[str, Array]:
+    """Return the bytes ``[dp, tp]`` of each part on every rank; see :func:`needed`."""
+    mesh = plan.dp, plan.tp
     whole = sum(family.numel for family in plan.families)
     masters, state = owned_bytes(plan, costs, tp_update=tp_update)
     once = sum(ranks.gathered_once(plan)) if plan.dp > 1 else 0
-    parts: dict[str, Array] = {
+    return {
         "parameters": np.full(mesh, float(work.size * whole)),
         "gradients": np.full(mesh, 4.0 * whole),
         "masters": masters if work.dtype != "float32" else np.zeros(mesh),
@@ -76,12 +96,6 @@ def needed(
         "logits": np.full(mesh, logit_bytes(config, work, plan.dp, plan.tp)),
         "staged": np.full(mesh, _staged_bytes(plan) if uneven == "padded" else 0.0),
     }
-    moments = [sum((parts[name] for name in names), np.zeros(mesh)) for names in MOMENTS]
-    total = sum((parts[name] for name in STATIC), np.zeros(mesh)) + np.max(moments, axis=0)
-    dp, tp = (int(i) for i in np.unravel_index(int(total.argmax()), mesh))
-    layer = f"formula: what autograd keeps of a layer, fused attention, recompute {work.recompute}"
-    sources = dict.fromkeys(parts, EXACT) | {"activations": layer, "logits": "formula: fp32 softmax and gradient"}
-    return Memory({n: round(v[dp, tp]) for n, v in parts.items()}, round(total[dp, tp]), (dp, tp), sources)
 
 
 def fits(memory: Memory, machine: Machine) -> str | None:

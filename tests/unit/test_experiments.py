@@ -13,12 +13,13 @@ import pytest
 import yaml
 
 from impl.errors import ConfigError
-from impl.harness import experiments, pipeline_run
+from impl.harness import experiments, pipeline_run, tidy
 from impl.harness.experiments import PrecisionExperiment, StepTimeExperiment
 from impl.harness.pipeline_spec import PipelineSpec
 from impl.harness.spec import RunSpec, load_yaml, parse
 from impl.harness.step_time_spec import StepTimeSpec
 from impl.models import catalogue
+from paper_figures import common, step_time
 from tests.unit import fake_runs
 
 FOLDER = Path(__file__).parents[2] / "experiments"
@@ -121,7 +122,8 @@ def test_configs_command_writes_the_run(tmp_path):
     parser = __import__("argparse").ArgumentParser()
     configs.add_arguments(parser)
     out = tmp_path / "a folder" / "c.yaml"
-    assert configs.run(parser.parse_args([f"--experiment={path}", "--tier=ci", f"--run={run.id}", f"--out={out}"])) == 0
+    words = [f"--experiments={path.parent}", "--tier=ci", f"--run={run.id}", f"--out={out}"]
+    assert configs.run(parser.parse_args(words)) == 0
     assert parse(StepTimeSpec, load_yaml(out)) == run.spec
 
 
@@ -159,3 +161,79 @@ def test_unknown_tier_and_run_name_the_nearest():
 def test_experiment_kinds_are_distinct_classes():
     assert isinstance(experiments.load(FOLDER / "step_time.yaml"), StepTimeExperiment)
     assert isinstance(experiments.load(FOLDER / "precision.yaml"), PrecisionExperiment)
+
+
+def test_a_mesh_may_have_a_model_of_its_own():
+    meshes = [{"model": "qwen3-1.7b", "dp": 2, "tp": 1}, {"model": "qwen3-tiny", "dp": 2, "tp": 1}]
+    runs = fake_runs.step_time_experiment(meshes=meshes).runs("ci")
+    assert [run.name for run in runs] == ["qwen3-1-7b-dp2-tp1", "qwen3-tiny-dp2-tp1"], "paths have no dots"
+    assert [run.base.model for run in runs] == ["qwen3-1.7b", "qwen3-tiny"]
+    plain = fake_runs.step_time_experiment(meshes=[{"dp": 2, "tp": 1}]).runs("ci")[0]
+    assert runs[1].spec.digest == plain.spec.digest, "the same job under another name"
+    trained = fake_runs.precision_experiment(meshes=meshes, seeds=[0]).runs("ci")
+    assert {run.base.model for run in trained} == {"qwen3-1.7b", "qwen3-tiny"}
+    assert trained[0].name == "sc-qwen3-1-7b-dp2-tp1-s0"
+
+
+def test_pairs_get_a_job_each_and_ratios_stay_in_it(tmp_path):
+    experiment = fake_runs.step_time_experiment(
+        meshes=[{"dp": 2, "tp": 1, "without": ["sc"], "pairs_with": "canzona"}, {"dp": 4, "tp": 1}]
+    )
+    runs = experiment.runs("ci")
+    assert [run.name for run in runs] == ["dp2-tp1-canzona-nv-lpt-ns", "dp2-tp1-canzona-asc", "dp4-tp1"]
+    for run in runs:
+        fake_runs.step_time_run(tmp_path, run)
+    groups = common.meshes(tidy.collect(experiment, "ci", tmp_path))
+    labels = [
+        "DP2 x TP1 (Canzona and NV-layerwise (lpt-ns))",
+        "DP2 x TP1 (Canzona and ASC)",
+        "DP4 x TP1 (shared cores)",
+    ]
+    assert [label for label, _ in groups] == labels
+    assert [{run for (run,) in common.distinct(rows, "run")} for _, rows in groups] == [{run.id} for run in runs]
+    repetitions = step_time.times(groups[1][1], "canzona", "iteration")
+    assert len(repetitions) == 8, "those of its job alone"
+
+
+def test_several_models_are_told_apart_in_labels(tmp_path):
+    meshes = [{"model": model, "dp": 2, "tp": 1} for model in ("qwen3-small", "qwen3-tiny")]
+    experiment = fake_runs.step_time_experiment(meshes=meshes)
+    for run in experiment.runs("ci"):
+        fake_runs.step_time_run(tmp_path, run)
+    frame = tidy.collect(experiment, "ci", tmp_path)
+    assert [label for label, _ in common.meshes(frame)] == ["qwen3-small, DP2 x TP1", "qwen3-tiny, DP2 x TP1"]
+    assert step_time.main_table(frame).count("qwen3-small, DP2 x TP1") == 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"pairs_with": "canzna"}, "did you mean 'canzona'"),
+        ({"pairs_with": "sc", "without": ["sc"]}, "unknown system on this mesh for pairs_with 'sc'"),
+        ({"pairs_with": "sc", "without": ["nv-lpt-ns", "asc", "canzona"]}, "there is no other system"),
+    ],
+)
+def test_wrong_pairs_are_one_clear_line(mesh, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        fake_runs.step_time_experiment(meshes=[{"dp": 2, "tp": 1, **mesh}]).runs("ci")
+
+
+def test_training_runs_have_no_pairs():
+    with pytest.raises(ConfigError, match="pairs_with is for timing jobs"):
+        fake_runs.precision_experiment(meshes=[{"dp": 2, "tp": 1, "pairs_with": "sc"}])
+
+
+def test_checkpoints_of_a_pipeline_are_no_part_of_its_science():
+    run = experiments.runs_of(FOLDER / "rotation.yaml", "gpu1")[0]
+    assert isinstance(run.spec, PipelineSpec)
+    assert run.spec.checkpoint_every
+    assert run.spec.model_copy(update={"checkpoint_every": 0}).digest == run.spec.digest
+
+
+def test_the_cluster_tier_is_the_papers_grid():
+    timed = experiments.runs_of(FOLDER / "step_time.yaml", "cluster")
+    sizes = ["qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"]
+    assert list(dict.fromkeys(run.base.model for run in timed)) == sizes
+    assert {run.spec.world_size for run in timed} == {256}
+    pipelines = experiments.runs_of(FOLDER / "llama.yaml", "cluster")
+    assert {(run.spec.model, run.spec.world_size) for run in pipelines} == {("llama-7b", 8), ("llama-13b", 8)}  # type: ignore[union-attr]
