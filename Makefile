@@ -16,7 +16,9 @@ BIN := $(CURDIR)/.venv/bin
 ENV := env PATH="$(BIN):$$PATH" MPLCONFIGDIR="$(CURDIR)/.venv/cache/matplotlib" \
     PYRIGHT_PYTHON_CACHE_DIR="$(CURDIR)/.venv/cache/pyright" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 \
     OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-SNAKEMAKE := $(ENV) snakemake --cores $(CORES) --config tier=$(TIER) --keep-going --rerun-incomplete --quiet host
+# What every start needs (keep going, finish what was interrupted) is in profiles/default.
+SNAKEMAKE := $(ENV) snakemake --cores $(CORES) --config tier=$(TIER) --quiet host
+RESULTS := results/generated/$(TIER)
 CODE := impl baselines paper_figures tests
 
 .PHONY: help
@@ -30,14 +32,36 @@ venv: ## make .venv with the pinned requirements (EXTRA=gpu: for CUDA machines)
 	@scripts/make_venv.sh "$(EXTRA)" "$(PYTHON)"
 
 .PHONY: reproduce
-reproduce: venv ## run the experiments of TIER, then show the main table and where everything is
+reproduce: venv ## run the experiments of TIER, then show the main tables; the same command goes on after a crash
 	@$(SNAKEMAKE) -- $(TARGETS)
-	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
+	@$(ENV) python -m paper_figures show --results "$(RESULTS)"
 
 .PHONY: full
 full: venv ## everything: sweeps, deep pipelines and ablations too (hours; continues where it was)
 	@$(SNAKEMAKE) -- full
-	@$(ENV) python -m paper_figures show --results "results/generated/$(TIER)"
+	@$(ENV) python -m paper_figures show --results "$(RESULTS)"
+
+.PHONY: report
+report: venv ## one offline page of the claims, all tables and figures, and the files for a paper in paper_figures/out
+	@$(SNAKEMAKE) --report results/report.html -- $(TARGETS)
+	@$(ENV) python -m paper_figures paper --results "$(RESULTS)" --out paper_figures/out
+
+.PHONY: status
+status: venv ## how far the runs of TIER are; WATCH=5 goes on showing it
+	@$(ENV) python -m impl status --tier "$(TIER)" --results "$(RESULTS)" $(if $(WATCH),--watch $(WATCH)) $(TARGETS)
+
+.PHONY: why
+why: venv ## what `make reproduce` would run again, and why
+	@$(ENV) python -m impl why --tier "$(TIER)" $(TARGETS)
+
+.PHONY: cost
+cost: venv ## what the experiments of TIER cost: jobs, hours, disk; HARDWARE=h100 to see whether they fit
+	@$(ENV) python -m impl cost --tier "$(TIER)" --results "$(RESULTS)" $(if $(HARDWARE),--hardware $(HARDWARE)) $(TARGETS)
+
+.PHONY: tables
+tables: venv ## tables and figures of what is there, while runs are missing
+	@$(ENV) python -m paper_figures partial --experiments experiments --tier "$(TIER)" --results "$(RESULTS)" \
+	    --published results/published
 
 .PHONY: reference
 reference: ## copy the tables and figures of the latest laptop run to results/laptop, to be committed
@@ -50,11 +74,7 @@ dry-run: venv ## list what `make reproduce` would run
 
 .PHONY: retry
 retry: venv ## forget the failed runs of TIER, so that `make reproduce` runs them again
-	@$(ENV) python -m impl retry --results "results/generated/$(TIER)"
-
-.PHONY: unlock
-unlock: venv ## after a crash of snakemake: release its lock
-	@$(SNAKEMAKE) --unlock
+	@$(ENV) python -m impl retry --results "$(RESULTS)"
 
 .PHONY: lint
 lint: venv ## ruff, snakefmt and pyright

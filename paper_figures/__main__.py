@@ -1,4 +1,4 @@
-"""``python -m paper_figures table|figure NAME --in TABLE --out FILE``, and ``show`` for the terminal.
+"""``python -m paper_figures table|figure NAME --in TABLE --out FILE``, ``claims``, ``partial``, and ``show``.
 
 NAME is a module of this package with the pure functions ``table(frame, published) -> str``,
 ``figure(frame, published) -> Figure`` and ``main_table(frame) -> str``; ``published`` holds the papers' claims.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +20,7 @@ import pandas as pd
 
 import paper_figures
 from impl.errors import ConfigError, unknown
-from paper_figures import style
+from paper_figures import ledger, paper_set, partial, render, style
 
 
 def modules() -> dict[str, ModuleType]:
@@ -32,15 +35,13 @@ def modules() -> dict[str, ModuleType]:
 
 
 def write_table(name: str, source: Path, published: Path, out: Path) -> None:
-    """Write the Markdown table ``name`` of the tidy table ``source``."""
-    text = _module(name).table(pd.read_parquet(source), pd.read_csv(published))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text)
+    """Write the table ``name`` of the tidy table ``source`` as Markdown, HTML and LaTeX beside each other."""
+    render.write(_module(name).table(_tidy(source), pd.read_csv(published)), out)
 
 
 def write_figure(name: str, source: Path, published: Path, out: Path) -> None:
     """Write the figure ``name`` of the tidy table ``source`` as PDF and PNG."""
-    style.save(_module(name).figure(pd.read_parquet(source), pd.read_csv(published)), out)
+    style.save(_module(name).figure(_tidy(source), pd.read_csv(published)), out)
 
 
 def show(results: Path) -> str:
@@ -57,28 +58,99 @@ def show(results: Path) -> str:
     return "\n".join([*blocks, "Tables and figures:", *(f"  {p}" for p in paths)])
 
 
+def write_incomplete(folder: Path, tier: str, results: Path, published: Path) -> str:
+    """Make table and figure of every experiment of which only some runs have ended, and the ledger with them.
+
+    They are put in the folder ``partial`` of the tier's ``results``; what an earlier call left there is removed.
+    folder: of the experiments.  published: folder of the papers' claims.  Returns what was made.
+    """
+    found, out = list(partial.incomplete(folder, tier, results)), partial.open_folder(results)
+    made = []
+    for one in found:
+        source, claims = partial.tabulate(one, folder, tier, out), published / f"{one.published}.csv"
+        write_table(one.name, source, claims, source.with_suffix(".md"))
+        write_figure(one.name, source, claims, source.with_suffix(".pdf"))
+        made.append(
+            f"{one.name}: {one.there} of {one.asked} runs have ended; table and figure of these in {source.parent}"
+        )
+    if not found:
+        shutil.rmtree(out)
+        return "no experiment is half made"
+    partial.link_rest(results)
+    ledger.write(folder / "claims.yaml", out, tier, out / "claims" / "claims.md")
+    return "\n".join([*made, f"claims, as far as these tables can judge them: {out / 'claims' / 'claims.md'}"])
+
+
+def show_copies(results: Path, out: Path) -> str:
+    """Gather the files for a paper and say how many there are."""
+    return f"{len(paper_set.gather(results, out))} figures and tables for a paper are in {out}"
+
+
+def move_claims(source: Path, out: Path) -> None:
+    """Write the ledger ``source``, a Markdown file, to ``out``, a file of another folder, with its links led right."""
+    prefix = os.path.relpath(source.parent.parent, out.parent)
+    render.write(source.read_text().replace("](../", f"]({prefix}/"), out)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; bad input is one line on stderr and exit code 2."""
-    parser = argparse.ArgumentParser(prog="python -m paper_figures", description="Tidy tables to tables and figures.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("table", "figure"):
-        sub = commands.add_parser(command)
-        sub.add_argument("name", help="which table or figure")
-        sub.add_argument("--in", dest="source", required=True, type=Path, help="tidy table, parquet")
-        sub.add_argument("--published", required=True, type=Path, help="CSV of the papers' claims")
-        sub.add_argument("--out", required=True, type=Path, help="file to write; a figure is written as .pdf and .png")
-    commands.add_parser("show").add_argument("--results", required=True, type=Path, help="folder of one tier")
-    args = parser.parse_args(arguments)
+    args = _parser().parse_args(arguments)
     try:
-        if args.command == "show":
-            print(show(args.results))
-        else:
-            write = write_table if args.command == "table" else write_figure
-            write(args.name, args.source, args.published, args.out)
+        text = args.run(args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if text:
+        print(text)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m paper_figures", description="Tidy tables to tables and figures.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], str | None]) -> Callable[..., object]:
+        sub = commands.add_parser(name, help=text)
+        sub.set_defaults(run=run)
+        return sub.add_argument
+
+    for name, write in (("table", write_table), ("figure", write_figure)):
+        option = add(name, f"write a {name}", lambda a, write=write: write(a.name, a.source, a.published, a.out))
+        option("name", help="which table or figure")
+        option("--in", dest="source", required=True, type=Path, help="tidy table, parquet")
+        option("--published", required=True, type=Path, help="CSV of the papers' claims")
+        option("--out", required=True, type=Path, help="file to write; the other forms are beside it")
+    option = add("show", "print the main tables of one tier", lambda a: show(a.results))
+    option("--results", required=True, type=Path, help="folder of one tier")
+    judge = "judge every published claim by the tables of one tier"
+    option = add("claims", judge, lambda a: ledger.write(a.ledger, a.results, a.tier, a.out))
+    option("--ledger", required=True, type=Path, help="YAML list of the claims")
+    option("--results", required=True, type=Path, help="folder of one tier")
+    option("--tier", required=True, help="which tier it is")
+    option("--out", required=True, type=Path, help="file to write; the other forms are beside it")
+    option = add("move-claims", "copy the ledger to another folder", lambda a: move_claims(a.source, a.out))
+    option("--in", dest="source", required=True, type=Path, help="claims.md of a tier")
+    option("--out", required=True, type=Path, help="file to write; the other forms are beside it")
+    incomplete = "make the tables of experiments of which only some runs have ended"
+    option = add("partial", incomplete, lambda a: write_incomplete(a.experiments, a.tier, a.results, a.published))
+    option("--experiments", required=True, type=Path, help="folder of the experiments")
+    option("--tier", required=True, help="which tier it is")
+    option("--results", required=True, type=Path, help="folder of one tier")
+    option("--published", required=True, type=Path, help="folder of the papers' claims")
+    option = add("paper", "copy figures and LaTeX tables to one folder", lambda a: show_copies(a.results, a.out))
+    option("--results", required=True, type=Path, help="folder of one tier")
+    option("--out", required=True, type=Path, help="folder to make; what is there is replaced")
+    return parser
+
+
+def _tidy(source: Path) -> pd.DataFrame:
+    try:
+        frame = pd.read_parquet(source)
+    except (OSError, ValueError) as error:  # pyarrow's are among these
+        raise ConfigError(f"cannot read the tidy table {source} ({error}): delete it and make it again") from None
+    if frame.empty:
+        raise ConfigError(f"the tidy table {source} has no rows: the experiment asks for no runs")
+    return frame
 
 
 def _module(name: str) -> ModuleType:

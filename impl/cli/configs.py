@@ -1,4 +1,4 @@
-"""``python -m impl configs``: write the configuration file of one run of an experiment."""
+"""``python -m impl configs``: write the configuration file of one run of the experiments."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 
 import yaml
 
-from impl.harness.experiments import find_run
+from impl.errors import unknown
+from impl.harness.experiments import all_runs
+from impl.harness.record import write_atomically
 from impl.harness.tiers import TIERS
 
-HELP = "write the configuration file of one run of an experiment"
+HELP = "write the configuration file of one run of the experiments"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--experiment", required=True, type=Path, help="YAML file of the experiment")
+    parser.add_argument("--experiments", required=True, type=Path, help="folder of the experiments")
     parser.add_argument("--tier", required=True, help=f"one of {', '.join(TIERS)}")
     parser.add_argument("--run", required=True, help="id of the run")
     parser.add_argument("--out", required=True, type=Path, help="file to write")
@@ -23,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the run's resolved settings, keys sorted; raises :class:`impl.errors.ConfigError` for an unknown run."""
-    settings = find_run(args.experiment, args.tier, args.run).spec.resolved()
+    runs = {run.id: run for of_one in all_runs(args.experiments, args.tier).values() for run in of_one}
+    if args.run not in runs:
+        raise unknown("run", args.run, runs)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(yaml.safe_dump(settings, sort_keys=True))
+    write_atomically(args.out, yaml.safe_dump(runs[args.run].spec.resolved(), sort_keys=True))
     return 0

@@ -24,9 +24,10 @@ KEYS = (
 )
 PROVENANCE = ("commit", "dirty", "config_digest", "torch", "hardware", "started")
 STEP_TIME_COLUMNS = (
-    *(*KEYS, "shared_cores", "params_digest", "quantity", "phase", "axis", "rank", "repetition", "step", "value"),
-    "unit",
+    *(*KEYS, "shared_cores", "params_digest", "repetitions", "quantity", "phase", "axis", "rank", "repetition"),
+    *("step", "value", "unit"),
 )
+"""``repetitions`` is how many were asked for."""
 PRECISION_COLUMNS = (*KEYS, "step", "loss", "heldout_loss", "params_digest")
 PIPELINE_KEYS = (
     *("run", "status", "error", "kind", "model", "layers", "method", "settings", "mode", "stages", "seed", "lr"),
@@ -42,7 +43,8 @@ _COLUMNS = {"step-time": STEP_TIME_COLUMNS, "precision": PRECISION_COLUMNS, "pip
 class Record:
     """What a run left behind.
 
-    status: the manifest's, or ``missing`` (no manifest), or ``corrupt`` (one that cannot be read).
+    status: the manifest's; without a manifest ``unfinished``, or ``missing`` if there are no metrics either; or
+        ``corrupt`` (a manifest that cannot be read, or a finished run with lines that cannot).
     rows: the rows of ``metrics.jsonl``.
     """
 
@@ -60,16 +62,27 @@ class Record:
 def read_record(folder: Path) -> Record:
     """Return the record of the run in ``folder``; never raises for what a broken run leaves there."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads((folder / "manifest.json").read_bytes())
         status = manifest["status"]
     except FileNotFoundError:
-        return Record("missing", "no manifest.json")
+        return _without_manifest(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Record("corrupt", f"manifest.json: {error}")
+    parts = [manifest.get(key) for key in ("result", "git", "versions", "hardware")]
+    if not isinstance(status, str) or any(part is not None and not isinstance(part, dict) for part in parts):
+        return Record("corrupt", "manifest.json: not what a run writes")
     rows, broken = _metrics(folder / "metrics.jsonl")
     if broken and status == "done":
         return Record("corrupt", f"metrics.jsonl has {broken} unreadable line(s)", manifest, rows)
     return Record(status, _first_line(manifest.get("error")), manifest, rows)
+
+
+def _without_manifest(folder: Path) -> Record:
+    """Return what a run that has not started, or has not ended, left: a last line that was cut short does not count."""
+    if not (folder / "metrics.jsonl").exists():
+        return Record("missing", "no manifest.json")
+    rows, _ = _metrics(folder / "metrics.jsonl")
+    return Record("unfinished", f"no manifest.json; {len(rows)} rows of metrics so far", rows=rows)
 
 
 def collect(experiment: Experiment, tier: str, runs: Path) -> pd.DataFrame:
@@ -97,6 +110,7 @@ def _step_time_rows(run: Run, record: Record, shared: Row) -> Iterator[Row]:
     for system in run.spec.systems:
         result = record.result.get("systems", {}).get(system.id) or {}
         keys = shared | _system(system) | {"shared_cores": cores, "params_digest": result.get("params_digest")}
+        keys["repetitions"] = run.spec.repetitions
         found = False
         for event in record.rows:
             if event.get("event") == "step_time" and event.get("system") == system.id:
@@ -105,8 +119,7 @@ def _step_time_rows(run: Run, record: Record, shared: Row) -> Iterator[Row]:
                     yield keys | _value("time", phase, seconds, "s") | {"repetition": event["repetition"]}
                 losses = event.get("losses", [])
                 for step, loss in enumerate(losses, event.get("last_step", 0) - len(losses) + 1):
-                    value = math.nan if loss is None else loss
-                    yield keys | _value("loss", "", value, "nats") | {"repetition": event["repetition"], "step": step}
+                    yield keys | _value("loss", "", loss, "nats") | {"repetition": event["repetition"], "step": step}
         if not found:
             status = "unfinished" if record.status == "done" else record.status
             yield keys | _value("time", "iteration", math.nan, "s") | {"status": status}
@@ -131,7 +144,7 @@ def _precision_rows(run: Run, record: Record, shared: Row) -> Iterator[Row]:
     if not losses:
         yield keys | {"step": None, "loss": math.nan}
     for step, loss in sorted(losses.items()):
-        yield keys | {"step": step, "loss": math.nan if loss is None else float(loss)}
+        yield keys | {"step": step, "loss": _number(loss)}
 
 
 def _pipeline_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
@@ -157,7 +170,7 @@ def _pipeline_rows(run: Run, record: Record, reference: str) -> Iterator[Row]:
     for event in record.rows:
         name = {"heldout": "heldout_loss", "step": "training_loss"}.get(str(event.get("event")))
         if name:  # a row that a resumed run wrote again: the last counts
-            curves[name][event["step"]] = math.nan if event["loss"] is None else float(event["loss"])
+            curves[name][event["step"]] = _number(event["loss"])
     for name, curve in curves.items():
         for update, loss in sorted(curve.items()) or [(None, math.nan)]:
             yield keys | {"quantity": name, "update": update, "value": loss, "unit": "nats"}
@@ -174,7 +187,7 @@ def _timed_rows(spec: PipelineSpec, record: Record) -> Iterator[Row]:
 
     elapsed = {e["step"]: e["elapsed"] for e in record.rows if e.get("event") == "step" and "elapsed" in e}
     for update, seconds in sorted(elapsed.items()):
-        yield {"quantity": "elapsed", "update": update, "value": float(seconds), "unit": "s"}
+        yield {"quantity": "elapsed", "update": update, "value": _number(seconds), "unit": "s"}
     for number in planned(spec):
         yield {"kind": "planned", **vars(number)}
 
@@ -200,8 +213,13 @@ def _system(system: Label) -> Row:
     return {"system": system.id, "system_name": system.name}
 
 
-def _value(quantity: str, phase: str, value: float, unit: str) -> Row:
-    return {"quantity": quantity, "phase": phase, "value": float(value), "unit": unit}
+def _value(quantity: str, phase: str, value: float | None, unit: str) -> Row:
+    return {"quantity": quantity, "phase": phase, "value": _number(value), "unit": unit}
+
+
+def _number(value: float | None) -> float:
+    """Return a number of a record, in which null stands for one that was not finite."""
+    return math.nan if value is None else float(value)
 
 
 def _provenance(record: Record) -> Row:
@@ -229,17 +247,18 @@ def _metrics(path: Path) -> tuple[tuple[Row, ...], int]:
     rows: list[Row] = []
     broken = 0
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_bytes().split(b"\n")
     except OSError:
         return (), 0
     for line in lines:
         try:
-            row = json.loads(line)
-        except ValueError:
-            broken += 1
-            continue
+            row = json.loads(line) if line.strip() else {}
+        except ValueError:  # also of bytes that are no text
+            row = None
         if isinstance(row, dict):
-            rows.append(row)
+            rows += [row] if row else []
+        else:
+            broken += 1
     return tuple(rows), broken
 
 

@@ -89,7 +89,8 @@ def test_every_system_computes_the_same_and_the_table_has_its_rows(project, tmp_
     runs = json.loads(run_ids(project, "ci"))["generality"]
     (job,) = [name for name in runs if name.startswith("normuon-")]
     common = ["--experiment", experiment, "--tier", "ci"]
-    run(project, "impl", "configs", *common, "--run", job, "--out", str(tmp_path / "config.yaml"))
+    found = ["--experiments", "experiments", "--tier", "ci", "--run", job]
+    run(project, "impl", "configs", *found, "--out", str(tmp_path / "config.yaml"))
     folder = tmp_path / "runs" / job
     run(project, "impl", "step-time", "--config", str(tmp_path / "config.yaml"), "--out", str(folder))
     systems = json.loads((folder / "manifest.json").read_text())["result"]["systems"]

@@ -12,6 +12,7 @@ rule plan_balance:
     conda:
         "../envs/ricercar.yaml"
     resources:
+        **SUBMISSION,
         mem_mb=1000,
         runtime=10,
     params:

@@ -1,20 +1,5 @@
 # The Hessian of single matrices: one job that trains and measures, resumable matrix by matrix, and its table.  The
 # settings' hash is what triggers it.
-localrules:
-    hessian,
-
-
-try:
-    HESSIAN = experiments.settings_digest(f"{EXPERIMENTS}/hessian.yaml", TIER)
-except ConfigError as error:
-    raise WorkflowError(str(error)) from None
-
-
-rule hessian:
-    input:
-        rendered("hessian"),
-
-
 rule measure_hessian:
     input:
         ancient(f"{EXPERIMENTS}/hessian.yaml"),
@@ -27,9 +12,12 @@ rule measure_hessian:
         "results/generated/{tier}/hessian/benchmarks/hessian.tsv"
     conda:
         "../envs/ricercar.yaml"
+    threads: node_of("hessian", 1).cpus if CLUSTER else 1
     resources:
-        mem_mb=4000,
-        runtime=120,
+        **SUBMISSION,
+        gres=node_of("hessian", 1).gres if CLUSTER else "",
+        mem_mb=node_of("hessian", 1).memory_mb if CLUSTER else 4000,
+        runtime=node_of("hessian", 1).minutes if CLUSTER else 120,
     params:
         settings=HESSIAN,
         folder=subpath(output.parquet, parent=True),

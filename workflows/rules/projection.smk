@@ -1,50 +1,5 @@
 # Projections: plans and schedules on hardware that is described, not used.  What triggers them are the hashes of the
 # settings and of the hardware files that they name.
-from pathlib import Path
-
-from impl.harness import projection_inputs
-
-
-localrules:
-    projection,
-    scaling,
-    pipeline_projection,
-    validation,
-
-
-PROJECTED = ("projection", "scaling", "pipeline_projection")
-
-try:
-    PROJECTIONS = {name: experiments.settings_digest(f"{EXPERIMENTS}/{name}.yaml", TIER) for name in PROJECTED}
-    DESCRIBED = {
-        name: projection_inputs.digest(f"{EXPERIMENTS}/{name}.yaml", Path(workflow.basedir)) for name in PROJECTED
-    }
-    VALIDATED = validation_spec.load(f"{EXPERIMENTS}/validation.yaml").tier(TIER)
-    VALIDATION = experiments.settings_digest(f"{EXPERIMENTS}/validation.yaml", TIER)
-except ConfigError as error:
-    raise WorkflowError(str(error)) from None
-
-
-rule projection:
-    input:
-        rendered("projection"),
-
-
-rule scaling:
-    input:
-        rendered("scaling"),
-
-
-rule pipeline_projection:
-    input:
-        rendered("pipeline_projection"),
-
-
-rule validation:
-    input:
-        rendered("validation"),
-
-
 rule project:
     input:
         ancient(f"{EXPERIMENTS}/{{experiment}}.yaml"),
@@ -60,6 +15,7 @@ rule project:
     conda:
         "../envs/ricercar.yaml"
     resources:
+        **SUBMISSION,
         mem_mb=3000,
         runtime=20,
     params:
@@ -84,10 +40,12 @@ rule measure_kernels:
         "results/generated/{tier}/validation/benchmarks/kernels.tsv"
     conda:
         "../envs/ricercar.yaml"
-    threads: ALL_CORES
+    threads: node_of("validation").cpus if CLUSTER else ALL_CORES
     resources:
-        mem_mb=8000,
-        runtime=60,
+        **SUBMISSION,
+        gres=node_of("validation").gres if CLUSTER else "",
+        mem_mb=node_of("validation").memory_mb if CLUSTER else 8000,
+        runtime=node_of("validation").minutes if CLUSTER else 60,
     params:
         runs=[run.id for name in VALIDATED.experiments for run in RUNS[name]],
         experiments=lambda wildcards, input: " ".join(f"--experiment {shlex.quote(path)}" for path in input),
@@ -106,10 +64,12 @@ rule replay_ranks:
         "results/generated/{tier}/validation/benchmarks/replays.tsv"
     conda:
         "../envs/ricercar.yaml"
-    threads: ALL_CORES
+    threads: node_of("validation").cpus if CLUSTER else ALL_CORES
     resources:
-        mem_mb=8000,
-        runtime=30,
+        **SUBMISSION,
+        gres=node_of("validation").gres if CLUSTER else "",
+        mem_mb=node_of("validation").memory_mb if CLUSTER else 8000,
+        runtime=node_of("validation").minutes if CLUSTER else 30,
     params:
         settings=VALIDATION,
         runs=[run.id for run in RUNS[VALIDATED.replay.experiment]],
@@ -132,6 +92,7 @@ rule validate:
     conda:
         "../envs/ricercar.yaml"
     resources:
+        **SUBMISSION,
         mem_mb=2000,
         runtime=10,
     params:

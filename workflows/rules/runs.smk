@@ -1,33 +1,12 @@
-# One run: its settings, then the job that leaves its record.  A run id ends in the hash of the run's settings, so the
-# experiment's file is `ancient`: editing it makes new runs where settings changed and touches nothing else.
+# One run: a job that writes the run's settings and leaves its record.  A run id ends in the hash of the run's settings, so
+# it alone says what is run: there are no inputs, and editing an experiment makes new runs where settings changed and
+# touches nothing else.  (Settings as files with a rule of their own would be rewritten, and all runs with them, whenever
+# that rule changes; `ancient` inputs keep snakemake 9.27 from seeing that anything behind them is still to do.)
 # A run that fails or diverges with a record is a result (`settle`): the tables are built and its cells say so.
-localrules:
-    configure,
-    configure_pipeline,
-
-
-rule configure:
-    input:
-        ancient(f"{EXPERIMENTS}/{{experiment}}.yaml"),
-    output:
-        f"{HERE}/configs/{{run}}.yaml",
-    log:
-        f"{HERE}/logs/{{run}}.configure.log",
-    wildcard_constraints:
-        experiment=executed_by("train", "step-time"),
-    conda:
-        "../envs/ricercar.yaml"
-    resources:
-        mem_mb=500,
-        runtime=5,
-    shell:
-        "python -m impl configs --experiment {input:q} --tier {wildcards.tier} --run {wildcards.run}"
-        " --out {output:q} > {log:q} 2>&1"
+# `--wait`: a job of a killed scheduler may still run; this one then waits for it and finds the run done.
 
 
 rule train:
-    input:
-        f"{HERE}/configs/{{run}}.yaml",
     output:
         f"{HERE}/runs/{{run}}/manifest.json",
     log:
@@ -38,20 +17,28 @@ rule train:
         experiment=executed_by("train"),
     conda:
         "../envs/ricercar.yaml"
-    threads: ranks
+    threads: cores
     resources:
-        mem_mb=4000,
-        runtime=60,
+        **SUBMISSION,
+        mpi=launcher,
+        nodes=nodes,
+        tasks=nodes,
+        tasks_per_gpu=0,
+        ranks=ranks_of_a_node,
+        gres=devices,
+        mem_mb=memory(4000),
+        runtime=limit(60),
     params:
         folder=subpath(output[0], parent=True),
+        config=f"{HERE}/configs/{{run}}.yaml",
     shell:
-        "python -m impl train --config {input:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
+        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
+        f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} train'
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q}"
         " || python -m impl settle --out {params.folder:q}"
 
 
 rule time_steps:
-    input:
-        f"{HERE}/configs/{{run}}.yaml",
     output:
         f"{HERE}/runs/{{run}}/manifest.json",
     log:
@@ -62,37 +49,28 @@ rule time_steps:
         experiment=executed_by("step-time"),
     conda:
         "../envs/ricercar.yaml"
-    threads: ALL_CORES
+    threads: timed_cores
     resources:
-        mem_mb=8000,
-        runtime=60,
+        **SUBMISSION,
+        mpi=launcher,
+        nodes=nodes,
+        tasks=nodes,
+        tasks_per_gpu=0,
+        ranks=ranks_of_a_node,
+        gres=devices,
+        mem_mb=memory(8000),
+        runtime=limit(60),
     params:
         folder=subpath(output[0], parent=True),
+        config=f"{HERE}/configs/{{run}}.yaml",
     shell:
-        "python -m impl step-time --config {input:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
+        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
+        f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} step-time'
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q}"
         " || python -m impl settle --out {params.folder:q}"
 
 
-rule configure_pipeline:
-    input:
-        ancient(lambda wildcards: f"{EXPERIMENTS}/{OWNERS[wildcards.run]}.yaml"),
-    output:
-        f"{SHARED}/configs/{{run}}.yaml",
-    log:
-        f"{SHARED}/logs/{{run}}.configure.log",
-    conda:
-        "../envs/ricercar.yaml"
-    resources:
-        mem_mb=500,
-        runtime=5,
-    shell:
-        "python -m impl configs --experiment {input:q} --tier {wildcards.tier} --run {wildcards.run}"
-        " --out {output:q} > {log:q} 2>&1"
-
-
 rule pipeline:
-    input:
-        ancient(f"{SHARED}/configs/{{run}}.yaml"),
     output:
         f"{SHARED}/runs/{{run}}/manifest.json",
     log:
@@ -101,12 +79,22 @@ rule pipeline:
         f"{SHARED}/benchmarks/{{run}}.tsv"
     conda:
         "../envs/ricercar.yaml"
-    threads: pipeline_threads
+    threads: pipeline_cores
     resources:
-        mem_mb=4000,
-        runtime=120,
+        **SUBMISSION,
+        mpi=launcher,
+        nodes=nodes,
+        tasks=nodes,
+        tasks_per_gpu=0,
+        ranks=ranks_of_a_node,
+        gres=devices,
+        mem_mb=memory(4000),
+        runtime=limit(120),
     params:
         folder=subpath(output[0], parent=True),
+        config=f"{SHARED}/configs/{{run}}.yaml",
     shell:
-        "python -m impl pipeline --config {input:q} --out {params.folder:q} 2>&1 | tee -i {log:q}"
+        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
+        f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} pipeline'
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q}"
         " || python -m impl settle --out {params.folder:q}"

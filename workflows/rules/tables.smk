@@ -33,12 +33,14 @@ rule table:
         tidy=f"{HERE}/{{experiment}}.parquet",
         published=published,
     output:
-        report(
-            f"{HERE}/{{experiment}}.md",
+        html=report(
+            f"{HERE}/{{experiment}}.html",
             caption="../report/table.rst",
             category="{experiment}",
             labels={"what": "table"},
         ),
+        md=f"{HERE}/{{experiment}}.md",
+        tex=f"{HERE}/{{experiment}}.tex",
     log:
         f"{HERE}/logs/table.log",
     conda:
@@ -46,9 +48,11 @@ rule table:
     resources:
         mem_mb=1000,
         runtime=5,
+    params:
+        code=TABLES_CODE,
     shell:
         "python -m paper_figures table {wildcards.experiment} --in {input.tidy:q} --published {input.published:q}"
-        " --out {output:q} > {log:q} 2>&1"
+        " --out {output.md:q} > {log:q} 2>&1"
 
 
 rule figure:
@@ -70,6 +74,8 @@ rule figure:
     resources:
         mem_mb=1000,
         runtime=5,
+    params:
+        code=FIGURES_CODE,
     shell:
         "python -m paper_figures figure {wildcards.experiment} --in {input.tidy:q} --published {input.published:q}"
         " --out {output.pdf:q} > {log:q} 2>&1"

@@ -1,0 +1,91 @@
+"""The fault drill: a sweep whose processes are killed at random gives, started once more, what a calm one gives."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tests.workflow.checkouts import checkout, command, edit, environment
+from tests.workflow.processes import kill, until, working_in
+
+RUNS = 12
+KILLS_OF_JOBS = 5
+NOT_REPEATED = ("elapsed",)
+"""Quantities that are times."""
+WHEN = ["started", "commit", "dirty"]
+
+
+def twelve(experiment: dict[str, Any]) -> None:
+    """Two methods, two numbers of stages, three seeds; a checkpoint every few updates."""
+    experiment["tiers"]["ci"] = {
+        "grids": [{"stages": [1, 2], "methods": ["adamw", "rotation"]}],
+        "seeds": [0, 1, 2],
+        "base": {"steps": 60, "layers": 2, "eval_every": 10, "lr": 4.0e-3, "checkpoint_every": 5},
+    }
+
+
+def start(folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    words = command("--cores", "2", "--config", "tier=ci", "--", "rotation")
+    with log.open("ab") as out:
+        return subprocess.Popen(words, cwd=folder, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+
+
+def table(folder: Path) -> pd.DataFrame:
+    """The deterministic columns of the tidy table, in an order of their own."""
+    frame = pd.read_parquet(folder / "results/generated/ci/rotation/rotation.parquet")
+    frame = frame[~frame["quantity"].isin(NOT_REPEATED)].drop(columns=WHEN)
+    return frame.sort_values(["run", "quantity", "update", "stage"], kind="stable").reset_index(drop=True)
+
+
+def rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every run's metrics; fails for a line that is not whole."""
+    found = (folder / "results/generated/ci/pipelines/runs").glob("*/metrics.jsonl")
+    return {path.parent.name: [json.loads(line) for line in path.read_text().splitlines()] for path in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_disturbed_sweep_ends_as_an_undisturbed_one(tmp_path):
+    calm, wild = (checkout(tmp_path / name) for name in ("calm", "wild"))
+    for folder in (calm, wild):
+        edit(folder / "experiments" / "rotation.yaml", twelve)
+    log, chance = tmp_path / "log", random.Random(0)
+
+    scheduler = start(wild, log)
+    for _ in range(KILLS_OF_JOBS):
+        until(lambda: scheduler.poll() is not None or working_in(wild, "-m impl pipeline"), 120)
+        time.sleep(chance.uniform(0, 6))
+        jobs = working_in(wild, "-m impl pipeline")
+        if jobs:
+            kill(chance.choice(jobs))
+    until(lambda: scheduler.poll() is not None or working_in(wild, "-m impl pipeline"), 120)
+    scheduler.kill()
+    scheduler.wait()
+    left = working_in(wild, "-m impl pipeline")  # jobs of the dead scheduler go on
+    ended = list(wild.rglob("manifest.json"))
+    assert len(ended) < RUNS, "the sweep ended before it was disturbed"
+
+    assert start(wild, log).wait() == 0, log.read_text()[-4000:]
+    if left:
+        assert "waiting for process" in log.read_text() or not any(map(_lives, left))
+    assert start(calm, log).wait() == 0, log.read_text()[-4000:]
+
+    pd.testing.assert_frame_equal(table(wild), table(calm), check_exact=True)
+    assert len(rows(wild)) == RUNS
+    for run, found in rows(wild).items():
+        steps = [row["step"] for row in found if row["event"] == "step"]
+        assert steps == list(range(1, 61)), f"{run} was written by two processes"
+    for manifest in wild.rglob("manifest.json"):
+        assert json.loads(manifest.read_text())["status"] == "done"
+    assert not list(wild.rglob("*.parquet.*"))
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
