@@ -129,7 +129,7 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
     )
     blocks = [part for title, text in sections.items() if text for part in (f"## {title}", text)]
     skipped = [r for (r,) in common.distinct(common.where(frame, status="skipped"), "reason")]
-    notes = "## Not planned\n\n" + "\n".join(f"- {reason}" for reason in skipped) if skipped else ""
+    notes = "## Not planned\n\n" + "\n".join(f"- {markdown.literal(reason)}" for reason in skipped) if skipped else ""
     return markdown.document("Balance of plans", intro, *blocks, notes)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 
-from paper_figures.markdown import table
+from paper_figures.markdown import DASH, literal, table
 
 DONE = "done"
 
@@ -49,16 +50,32 @@ def mesh_label(dp: int, tp: int, shared_cores: bool = False) -> str:
 
 
 def meshes(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return the label and the rows of each mesh, in order of size; where there are several optimizers, of each."""
+    """Return the label and the rows of each mesh, in order of size; where there are several optimizers, of each.
+
+    The label says the model where there are several, and the systems where each pair of them has a timing job.
+    """
     several = optimizers(frame)
     if len(several) > 1:
         return [(f"{label}, {name}", rows) for name, own in several for label, rows in meshes(own)]
+    models = [model for (model,) in distinct(frame, "model")] if "model" in frame else []
+    if len(models) > 1:
+        each = [(model, where(frame, model=model)) for model in models]
+        return [(f"{model}, {label}", rows) for model, own in each for label, rows in meshes(own)]
     groups = []
     for dp, tp in sorted(distinct(frame, "dp", "tp")):
-        rows = where(frame, dp=dp, tp=tp)
-        shared = "shared_cores" in rows and any(v for (v,) in distinct(rows, "shared_cores"))
-        groups.append((mesh_label(dp, tp, shared), rows))
+        for jobs, rows in _jobs(where(frame, dp=dp, tp=tp)):
+            shared = "shared_cores" in rows and any(v for (v,) in distinct(rows, "shared_cores"))
+            groups.append((mesh_label(dp, tp, shared) + jobs, rows))
     return groups
+
+
+def _jobs(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Return the rows of each timing job of one mesh, whose repetitions count for themselves, and what to call it."""
+    found = [run for (run,) in distinct(rows, "run")] if "repetition" in rows and "run" in rows else []
+    if len(found) < 2:
+        return [("", rows)]
+    each = [where(rows, run=run) for run in found]
+    return [(f" ({' and '.join(name for _, name in systems(own))})", own) for own in each]
 
 
 def optimizers(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -75,7 +92,12 @@ def systems(frame: pd.DataFrame) -> list[tuple[str, str]]:
 def subject(frame: pd.DataFrame) -> str:
     """Return which model and optimizer the rows are about."""
     model, optimizer = (", ".join(sorted(str(v) for (v,) in distinct(frame, k))) for k in ("model", "optimizer"))
-    return f"Model {model}, optimizer {optimizer}"
+    return literal(f"Model {model}, optimizer {optimizer}")
+
+
+def settings_text(settings: str) -> str:
+    """Return a method's settings, JSON, for a cell."""
+    return ", ".join(f"{key} {value}" for key, value in json.loads(settings).items()) or DASH
 
 
 def status_of(rows: pd.DataFrame) -> str:
@@ -84,10 +106,15 @@ def status_of(rows: pd.DataFrame) -> str:
     return ", ".join(bad) if bad else DONE
 
 
+def bullet(what: str, status: str, reason: str | None) -> str:
+    """Return a line of a list that says why ``what``, Markdown, has no number."""
+    return f"- {what}: **{status}**" + (f": {literal(reason)}" if reason else "")
+
+
 def problems(frame: pd.DataFrame) -> str:
     """Return one line per run that is not done, with its reason; empty if all are."""
     bad = [row for row in distinct(frame, "run", "status", "error") if row[1] != DONE]
-    lines = [f"- `{run}`: **{status}**{f': {error}' if error else ''}" for run, status, error in bad]
+    lines = [bullet(f"`{run}`", status, error) for run, status, error in bad]
     return "\n".join(["## Runs that are not done\n", *lines]) if lines else ""
 
 

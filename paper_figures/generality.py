@@ -60,12 +60,13 @@ def main_table(frame: pd.DataFrame) -> str:
     header += ["state, fullest rank", "losses", "parameters"]
     rows = []
     for optimizer, mesh, group in groups(frame):
-        reference = str(group["reference"].iloc[0])
+        reference, first = str(group["reference"].iloc[0]), step_time.fastest(group)
         for system, name in common.systems(group):
             mine = common.where(group, system=system)
             status, time = common.status_of(mine), median(step_time.milliseconds(group, system, PHASE))
             cells = [markdown.estimate(time, 1), markdown.estimate(step_time.ratio(group, system, reference, PHASE))]
-            cells = [*(cells if status == common.DONE else [status] * 2), str(time.n)]
+            cells[0] = markdown.bold(cells[0]) if system == first else cells[0]
+            cells = [*(cells if status == common.DONE else [status] * 2), step_time.count(mine, time.n)]
             held = common.numbers(common.where(mine, quantity="state", phase="state"), "value")
             size = markdown.size(held.max()) if held.size else markdown.DASH
             rows.append([optimizer, mesh, name, *cells, size, *equality(group, system, reference)])
@@ -101,7 +102,10 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         "interquartile interval; a repetition is the mean of as many steps as the longest refresh period, and the "
         "systems alternate within one job per optimizer. `optimizer step / SC` is the median of the ratios to SC of "
         "the same repetition, with its 95 % bootstrap interval; below 1 is faster. `losses` compares the training loss "
-        "of every step with SC's, `parameters` the digests of the parameters after the last step."
+        "of every step with SC's, `parameters` the digests of the parameters after the last step. In **bold**: clearly "
+        f"the shortest optimizer step of a mesh. There every system has at least {step_time.MINIMUM_N} repetitions, "
+        "and the interval of the ratio to every other system, at 95 % for all of them together (Bonferroni), is below "
+        "1. n: repetitions, of those that were asked for."
     )
     blocks = [intro, main_table(frame)]
     if any(shared for (shared,) in common.distinct(frame, "shared_cores")):
@@ -156,7 +160,7 @@ def _draw(
             rows = common.where(frame, system=system)
             text = "not run here" if rows.empty else common.status_of(rows)
             place = left.get_yaxis_transform()
-            left.text(0.02, y, f"{name}: {text}", transform=place, va="center", fontsize=5, style="italic")
+            left.text(0.02, y, f"{name}: {text}", transform=place, va="center", fontsize=6, style="italic")
             continue
         sns.scatterplot(x=values, y=y, s=5, alpha=0.5, color=colours[name], ax=left, legend=False)
         _point(left, median(values), y, colours[name])

@@ -126,7 +126,7 @@ def parts_table(rows: pd.DataFrame) -> str:
             found = common.where(policy, quantity="memory_part")
             sizes = {p: common.numbers(common.where(found, part=p), "value") for p in PARTS}
             stage = common.distinct(found, "stage")[0][0]
-            cells = [f"{size[0] / GB:.2f}" if size.size and size[0] else "0" for size in sizes.values()]
+            cells = [markdown.number(size[0] / GB) if size.size and size[0] else "0" for size in sizes.values()]
             name = str(common.distinct(policy, "policy_name")[0][0])
             out.append([method, name, str(stage), markdown.number(fullest(policy) / GB, 1), *cells])
     header = ["method", "policy", "stage", "total", *(p if p != "host" else "host (apart)" for p in PARTS)]
@@ -144,8 +144,9 @@ def largest_table(frame: pd.DataFrame) -> str:
         rows, "hardware", "model", "model_name", "method_name", "policy_name"
     ):
         own = common.where(rows, hardware=hardware, model=model, method_name=method, policy_name=policy)
-        found = {int(p): int(v) for p, v in common.distinct(own, "stages", "value")}
-        out.append([str(hardware), str(name), str(method), *(str(found[p] or "does not fit") for p in stages)])
+        found = {int(p): v for p, v in common.distinct(own, "stages", "value")}
+        sizes = (markdown.DASH if found[p] is None else str(int(found[p]) or "does not fit") for p in stages)
+        out.append([str(hardware), str(name), str(method), *sizes])
     sequence = ", ".join(str(s) for (s,) in common.distinct(rows, "sequence"))
     policy = ", ".join(str(p) for (p,) in common.distinct(rows, "policy_name"))
     text = f"Sequences of {sequence} tokens in the largest microbatch with which every stage fits ({policy})."
@@ -170,10 +171,11 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
     ]
     for name, rows in cases(frame):
         setup = ", ".join(f"{what} {common.distinct(rows, what)[0][0]}" for what in ("batch", "sequence", "dtype"))
-        blocks += [f"### {name}\n\n{setup}", policies_table(rows)]
+        blocks += [f"### {markdown.literal(name)}\n\n{setup}", policies_table(rows)]
     first = next(iter(cases(frame)), None)
     if first is not None:
-        blocks += [f"## What is in memory (planned): {first[0]}, fullest stage, GB", parts_table(first[1])]
+        case = markdown.literal(first[0])
+        blocks += [f"## What is in memory (planned): {case}, fullest stage, GB", parts_table(first[1])]
     if largest := largest_table(frame):
         blocks += ["## Largest microbatches (planned)", largest]
     if claims := claims_table(frame, published):
@@ -191,7 +193,7 @@ def evidence(frame: pd.DataFrame) -> str:
         sources: dict[str, None] = {}
         for (text,) in common.distinct(rows, "evidence"):
             sources |= dict.fromkeys(json.loads(text) if text else ())
-        lines.append(f"- {name}: {'; '.join(sources) or 'nothing fits'}")
+        lines.append(f"- {markdown.literal(name)}: {markdown.literal('; '.join(sources) or 'nothing fits')}")
     return "## What the times rest on\n\n" + "\n".join(lines)
 
 

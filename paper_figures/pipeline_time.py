@@ -40,7 +40,7 @@ def per_stage(line: Line, quantity: str) -> list[float]:
 
 def main_table(frame: pd.DataFrame) -> str:
     """Return the Markdown table: measured rates beside planned idle time and bytes."""
-    header = ["method", "P", "samples/s (measured)", "ms per update", "mean ms", "n", "bubble (planned)"]
+    header = ["method", "P", "samples/s (measured)", "ms per update", "mean ms", "n", "runs", "bubble (planned)"]
     header += ["stash, fullest stage (planned)", "optimizer state, fullest stage"]
     rows = []
     for line in pipelines.lines(frame):
@@ -53,6 +53,7 @@ def main_table(frame: pd.DataFrame) -> str:
             markdown.estimate(median(times), 1) if done else line.status,
             markdown.number(float(times.mean()) if done else math.nan, 1),
             str(times.size),
+            f"{len(common.distinct(common.where(line.rows, status=common.DONE), 'seed'))}/{line.seeds}",
             f"{bubble[0]:.1%}" if bubble else markdown.DASH,
             *(markdown.size(max(per_stage(line, q), default=math.nan)) for q in ("stash_bytes", "state_bytes")),
         ]
@@ -76,8 +77,9 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
     models = ", ".join(sorted(str(v) for (v,) in common.distinct(frame, "model")))
     blocks = [
         f"Model {models}. Rates and times are **measured**: time between the ends of two updates on the last stage, "
-        f"median and quartiles over n updates, the first {FILLING} left out; the mean shows what refreshes of bases "
-        "cost, which a median hides. Every update has the same number of samples. *Bubble* is **planned**: the share "
+        f"median and quartiles over n updates of all runs that are done, the first {FILLING} of each left out. *Runs*: "
+        "those that are done, of the ones that were asked for. The mean shows what refreshes of bases cost, which a "
+        "median hides. Every update has the same number of samples. *Bubble* is **planned**: the share "
         "of the whole run in which stages wait by the schedule, if a backward takes twice and an update half of a "
         "forward's time and messages none. Bytes are **planned** from shapes: versions of weights kept beside the "
         "newest, and the optimizers' state without the fp32 weights.",

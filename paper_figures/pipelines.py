@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from impl.harness.pipeline_results import iterations_to
-from paper_figures import common, markdown, statistics, style
+from paper_figures import clear_lines, common, markdown, statistics, style
 from paper_figures.published import block as published_block
 from paper_figures.statistics import Estimate, Paired
 
@@ -75,6 +74,16 @@ class Line:
         found = {s: v for s, v in self.iterations(target).items() if v is not None}
         return found if len(found) == self.seeds else {}
 
+    @property
+    def complete(self) -> bool:
+        """Whether every seed that was asked for is done."""
+        return len(self.curves) == self.seeds
+
+    @property
+    def n(self) -> str:
+        """How many of the seeds that were asked for are done, for a cell."""
+        return f"{len(self.curves)}/{self.seeds}"
+
 
 def lines(frame: pd.DataFrame) -> list[Line]:
     """Return the lines of ``frame`` by depth and stages, then in the experiment's order."""
@@ -120,6 +129,11 @@ def find(found: Sequence[Line], system: str, stages: int) -> Line | None:
     return next((line for line in found if line.system == system and line.stages == stages), None)
 
 
+def iterations_heading(target: float) -> str:
+    """Return the heading of a column of iterations to ``target``, which is NaN while no run is done."""
+    return f"iterations to {target:.{SHOWN_DIGITS}f}" if math.isfinite(target) else "iterations to the target"
+
+
 def iterations_cell(line: Line, target: float) -> str:
     """Return mean iterations with the interval; ``> N`` with how many seeds reach the target unless all do."""
     if not line.curves:
@@ -131,36 +145,27 @@ def iterations_cell(line: Line, target: float) -> str:
     return f"> {line.steps}" + (f" ({len(reached)} of {len(by_seed)} reach it)" if reached else "")
 
 
-def paired_cell(found: Paired, digits: int = 2) -> str:
-    """Return a paired estimate and the p-value of its test; a dash without pairs."""
-    text = markdown.estimate(found.estimate, digits)
-    return text if math.isnan(found.p) else f"{text}, p = {found.p:.2g}"
-
-
 def comparison_table(found: Sequence[Line], reference: str, target: float) -> str:
     """Return the Markdown table of every line: iterations to ``target`` and final held-out loss, both with their pairs.
 
     reference: the method that the others at the same number of stages are paired with.
     """
-    header = ["method", "P", "lr", "settings", f"iterations to {target:.{SHOWN_DIGITS}f}", "ratio", "held-out loss"]
-    header += ["difference", "n"]
-    rows = []
+    header = ["method", "P", "lr", "settings", iterations_heading(target), "ratio", "held-out loss", "difference", "n"]
+    rows, first, best = [], clear_lines.fewest(found, target), clear_lines.lowest(found)
     for line in found:
         against = find(found, reference, line.stages)
         final = markdown.estimate(statistics.mean(list(line.finals.values())), 3) if line.curves else line.status
         if against is None or against is line:
             ratio = difference = markdown.DASH if against is None else "reference"
         else:
-            ratio = paired_cell(quotient(line, against, target))
-            difference = paired_cell(statistics.paired_difference(*pairs(line.finals, against.finals)), 3)
-        cells = [f"{line.lr:g}", settings_text(line.settings), iterations_cell(line, target), ratio, final, difference]
-        rows.append([line.name, str(line.stages), *cells, f"{len(line.curves)}/{line.seeds}"])
+            ratio = markdown.paired(quotient(line, against, target))
+            difference = markdown.paired(statistics.paired_difference(*pairs(line.finals, against.finals)), 3)
+        iterations = iterations_cell(line, target)
+        iterations = markdown.bold(iterations) if any(line is other for other in first) else iterations
+        final = markdown.bold(final) if any(line is other for other in best) else final
+        cells = [f"{line.lr:g}", common.settings_text(line.settings), iterations, ratio, final, difference]
+        rows.append([line.name, str(line.stages), *cells, line.n])
     return markdown.table(header, rows)
-
-
-def settings_text(settings: str) -> str:
-    """Return a method's settings for a cell."""
-    return ", ".join(f"{key} {value}" for key, value in json.loads(settings).items()) or markdown.DASH
 
 
 def intro(frame: pd.DataFrame, reference: str) -> str:
@@ -171,9 +176,12 @@ def intro(frame: pd.DataFrame, reference: str) -> str:
         "stages. *Iterations* are updates until it first is at or below the target, linearly interpolated; the target "
         "is what every run at the largest P still reaches, and `> N` means not within N updates. Cells are means over "
         f"n seeds with their 95 % t interval. *Ratio* (of iterations, geometric mean) and *difference* (of the final "
-        f"loss) are to {reference} at the same P, paired by seed, with the p-value of the paired t-test; below 1 and "
-        "below 0 is better. With three seeds such a test has little power, and the p-values are not corrected for the "
-        "number of rows."
+        f"loss) are to {markdown.literal(reference)} at the same P, paired by seed, with the p-value of the paired "
+        "t-test; below 1 and below 0 is better. With three seeds such a test has little power, and these p-values are "
+        "not corrected for the number of rows. In **bold**: clearly the fewest iterations, or the lowest loss, at one "
+        f"P. There every line has all its seeds, at least {statistics.MINIMUM_SEEDS}, and paired t-tests against every "
+        "other line (of the logarithms of iterations; a seed that does not reach the target counts with its N updates) "
+        f"are significant at {statistics.LEVEL:.0%} after Holm's correction. n: seeds that are done, of those asked."
     )
 
 

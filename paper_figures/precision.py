@@ -83,8 +83,9 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
     intro = (
         f"{common.subject(frame)}, the same data, seed and learning rates in every run. All numbers are "
         "**measured**. `max difference` is the largest absolute difference of the training loss to SC's on the same "
-        "mesh over all steps and seeds, `first at step` where it first appears; `parameters` compares the digests of "
-        "the final parameters. Losses are means over the finished seeds."
+        "mesh over all steps and all seeds that both have finished, `first at step` where it first appears; "
+        "`parameters` compares the digests of the final parameters. Losses are means over the finished seeds; *seeds*: "
+        "those, of the ones that were asked for."
     )
     blocks = [
         intro,
@@ -182,9 +183,10 @@ def _loss_cells(mine: pd.DataFrame, done: pd.DataFrame) -> list[str]:
 def _difference_cells(frame: pd.DataFrame, system: str, reference: str) -> list[str]:
     if system == reference:
         return ["reference"] * 3
-    found = difference(frame, system, reference)
+    found = difference(common.where(frame, status=common.DONE), system, reference)
     if found.seeds == 0:
-        return [markdown.DASH] * 3
+        status = common.status_of(frame.loc[frame["system"].isin([system, reference])])
+        return [markdown.DASH if status == common.DONE else status] * 3
     largest = "0" if found.largest == 0 else f"{found.largest:.1e}"
     first = "never" if found.first is None else str(found.first)
     equal = {None: markdown.DASH, True: "equal", False: "differ"}[found.equal_parameters]

@@ -34,15 +34,16 @@ def rows_of(frame: pd.DataFrame, *keys: str) -> list[tuple[dict[str, Any], pd.Da
 def cell(rows: pd.DataFrame, quantity: str, digits: int = 3, *, ratio: bool = False) -> str:
     """Return a value with its band; instead of one the status of the case."""
     mine = common.where(rows, quantity=quantity)
+    bad = [status for (status,) in common.distinct(rows, "status") if status != DONE]
+    without = bad[0] if bad else markdown.DASH
     if mine.empty:
-        bad = [status for (status,) in common.distinct(rows, "status") if status != DONE]
-        return bad[0] if bad else markdown.DASH
+        return without
     row = common.records(mine)[0]
     names = ("ratio", "ratio_low", "ratio_high") if ratio else ("value", "low", "high")
     factor = 1.0 if ratio else SCALE[str(row["unit"])][0]
     value, low, high = (float(row[name]) * factor for name in names)
     if not math.isfinite(value):
-        return markdown.DASH
+        return without
     if not math.isfinite(low):
         return markdown.number(value, digits)
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
@@ -57,7 +58,7 @@ def note(rows: pd.DataFrame) -> str:
 def gigabytes(rows: pd.DataFrame, quantity: str) -> str:
     """Return planned bytes in decimal GB."""
     values = common.numbers(common.where(rows, quantity=quantity), "value")
-    return f"{values[0] / 1e9:.1f}" if values.size else markdown.DASH
+    return markdown.number(values[0] / 1e9, 1) if values.size else markdown.DASH
 
 
 def reasons(frame: pd.DataFrame) -> str:
@@ -69,7 +70,7 @@ def reasons(frame: pd.DataFrame) -> str:
         row = dict(zip(keys, values, strict=True))
         mesh = common.mesh_label(row["dp"], row["tp"])
         named = f"{row['model_name']}, {row['optimizer_name']}, {row['system_name']}, {mesh}, {row['hardware']}"
-        lines.append(f"- {named}: **{row['status']}**: {row['reason']}")
+        lines.append(common.bullet(markdown.literal(named), row["status"], row["reason"]))
     return "\n".join(["## Cells without a number\n", *lines]) if lines else ""
 
 
@@ -179,6 +180,8 @@ def hardware_line(frame: pd.DataFrame) -> str:
 def _value(row: dict[str, Any], factor: float) -> str:
     if row["status"] != DONE:
         return str(row["status"])
+    if not math.isfinite(row["value"]):
+        return markdown.DASH
     return f"{row['value'] * factor:.3f} [{row['low'] * factor:.3f}, {row['high'] * factor:.3f}]"
 
 

@@ -43,7 +43,7 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
     """Return the Markdown document of the experiment, the published claims beside ours."""
     main = common.where(frame, grid="main")
     reference = str(main["reference"].iloc[0])
-    name = dict(common.systems(main)).get(reference, reference)
+    name = markdown.literal(dict(common.systems(main)).get(reference, reference))
     blocks = [
         "Times are **projected** from the plans that the engine executes: value and, in brackets, the band that 90 of "
         f"100 draws of the inputs lead to. Memory is **planned**: exact shapes, activations by formula. `/ {name}` "
@@ -56,7 +56,8 @@ def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
         projected.claims(frame, published),
     ]
     for optimizer, rows in common.optimizers(main):
-        blocks += [f"## All models, {optimizer}", _times(rows, ("model_name", "system_name"), ["model", "system"])]
+        times = _times(rows, ("model_name", "system_name"), ["model", "system"])
+        blocks += [f"## All models, {markdown.literal(optimizer)}", times]
     blocks += [
         "## Memory at the published point, GB on the fullest rank (planned)",
         _memory(common.where(main, **POINT)),
@@ -182,6 +183,7 @@ def _models(axis: Axes, frame: pd.DataFrame, colours: dict[str, Any]) -> None:
         value, error = projected.errors(rows)
         axis.errorbar(places, value, yerr=error, fmt="o", markersize=3, linewidth=0.9, color=colours[name])
         projected.mark_numberless(axis, list(crosses), colours[name])
-    axis.set_yscale("log")
+    if np.isfinite(common.numbers(common.where(frame, quantity="optimizer"), "value")).any():
+        axis.set_yscale("log")  # an axis without any number cannot be logarithmic
     axis.set_xticks(range(len(models)), [name.removeprefix("Qwen3-") for name in models])
     axis.set_xlabel("Qwen3")

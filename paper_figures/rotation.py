@@ -72,14 +72,14 @@ def checks_table(found: Sequence[Line]) -> str:
 def crossings(found: Sequence[Line]) -> str:
     """Return the Markdown table of iterations to several targets at the largest P: the target decides who is first."""
     deepest = max(line.stages for line in found)
-    here = [line for line in found if line.stages == deepest and line.curves]
-    target = pipelines.common_target(found)
-    if not here or not math.isfinite(target):
+    here = [line for line in found if line.stages == deepest]
+    target = pipelines.common_target(here)
+    if not math.isfinite(target):
         return ""
     lowest = min(min(v for _, v in curve) for line in here for curve in line.curves.values())
     targets = [target + (lowest - target) * part for part in (0, 0.25, 0.5, 0.75)]
-    rows = [[line.name, *(pipelines.iterations_cell(line, t) for t in targets)] for line in here]
-    return markdown.table([f"method, P = {deepest}", *(f"to {t:.2f}" for t in targets)], rows)
+    rows = [[line.name, *(pipelines.iterations_cell(line, t) for t in targets), line.n] for line in here]
+    return markdown.table([f"method, P = {deepest}", *(f"to {t:.2f}" for t in targets), "n"], rows)
 
 
 def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -59,14 +60,15 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
         for key, rows in projected.rows_of(common.where(frame, grid=grid), "model_name")
     ]
     result = Figure(figsize=(style.TWO_COLUMNS_IN, 4.2), layout="constrained")
-    axes = result.subplots(2, len(panels), squeeze=False, sharey="row")
+    axes = result.subplots(2, max(len(panels), 1), squeeze=False, sharey="row")
     colours = style.palette(common.systems(frame))
     for column, (grid, model, rows) in enumerate(panels):
         sweep = "tp" if grid == "tp" else "gpus"
         for line, (quantity, factor) in enumerate((("optimizer", 1.0), ("mfu", 100.0))):
             _draw(axes[line][column], rows, quantity, sweep, factor, colours)
         axes[0][column].set_title(model if sweep == "gpus" else f"{model}, 256 GPUs")
-        axes[0][column].set_yscale("log")
+        if np.isfinite(common.numbers(common.where(rows, quantity="optimizer"), "value")).any():
+            axes[0][column].set_yscale("log")  # an axis without any number cannot be logarithmic
         axes[1][column].set_xlabel("GPUs (TP8)" if sweep == "gpus" else "TP")
     axes[0][0].set_ylabel("optimizer step, s")
     axes[1][0].set_ylabel("MFU, %")

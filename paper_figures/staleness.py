@@ -31,7 +31,7 @@ def slowdown(line: Line, found: Sequence[Line], target: float) -> Paired:
 def slowdown_table(found: Sequence[Line], published: pd.DataFrame | None) -> str:
     """Return the Markdown table of one depth of model, the published slowdown in a column of its own if given."""
     target = pipelines.common_target(found)
-    header = ["method", "P", "staleness of stage 0", "lr", f"iterations to {target:.2f}", "slowdown (measured)"]
+    header = ["method", "P", "staleness of stage 0", "lr", pipelines.iterations_heading(target), "slowdown (measured)"]
     header += ["held-out loss", "n"] + (["slowdown (published)"] if published is not None else [])
     rows = []
     for line in found:
@@ -43,7 +43,7 @@ def slowdown_table(found: Sequence[Line], published: pd.DataFrame | None) -> str
             pipelines.iterations_cell(line, target),
             markdown.estimate(slowdown(line, found, target).estimate) if line.stages > 1 else "1",
             markdown.estimate(statistics.mean(list(line.finals.values())), 3) if line.curves else line.status,
-            f"{len(line.curves)}/{line.seeds}",
+            line.n,
         ]
         if published is not None:
             cells.append(markdown.number(claim(published, "R1")[1] if line.stages == PUBLISHED_AT else math.nan))

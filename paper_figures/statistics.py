@@ -1,9 +1,11 @@
-"""The statistics of the tables: medians with intervals, and paired ratios with a bootstrap interval."""
+"""The statistics of the tables: medians and means with intervals, paired comparisons, and which line is the best."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,6 +13,14 @@ from scipy.stats import bootstrap
 from scipy.stats import t as student
 
 RESAMPLES = 2000
+LEVEL = 0.05
+"""Of every test and interval."""
+MINIMUM_SEEDS = 3
+MINIMUM_REPETITIONS = 5
+"""Below these no line of a table is called the best."""
+
+Line = Mapping[int, float]
+"""The finite observations of one line of a table, by seed or repetition."""
 
 
 @dataclass(frozen=True)
@@ -118,3 +128,53 @@ def paired_quotient(values: ArrayLike, reference: ArrayLike) -> Paired:
         found = paired_difference(np.log(np.asarray(values, float)), np.log(np.asarray(reference, float)))
     e = found.estimate
     return Paired(Estimate(math.exp(e.value), math.exp(e.low), math.exp(e.high), e.n), found.p)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Return the p-values of as many tests as ``p`` has, corrected by Holm's method, in the same order."""
+    order = sorted(range(len(p)), key=lambda i: p[i])
+    corrected, largest = [math.nan] * len(p), 0.0
+    for place, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p) - place) * p[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def smallest(lines: Sequence[Line], minimum: int = MINIMUM_SEEDS) -> int | None:
+    """Return which line has the smallest mean, None unless paired t-tests show it below every other line.
+
+    All tests have at least ``minimum`` pairs and are significant at :data:`LEVEL` after Holm's correction.
+    """
+    best = _first(lines, minimum, np.mean)
+    if best is None:
+        return None
+    found = [paired_difference(*_pairs(lines[best], other)) for i, other in enumerate(lines) if i != best]
+    if any(test.estimate.n < minimum or not test.estimate.value < 0 for test in found):
+        return None
+    return best if max(holm([test.p for test in found])) < LEVEL else None
+
+
+def shortest(lines: Sequence[Line], minimum: int = MINIMUM_REPETITIONS) -> int | None:
+    """Return which line has the smallest median, None unless its paired ratio to every other line is below 1.
+
+    That is: the whole bootstrap interval of the median ratio over at least ``minimum`` pairs, at a confidence of 1 less
+    :data:`LEVEL` over the number of the other lines (Bonferroni's correction).
+    """
+    best = _first(lines, minimum, np.median)
+    if best is None:
+        return None
+    confidence = 1 - LEVEL / (len(lines) - 1)
+    found = [paired_ratio(*_pairs(lines[best], other), confidence) for i, other in enumerate(lines) if i != best]
+    return best if all(ratio.n >= minimum and ratio.high < 1 for ratio in found) else None
+
+
+def _first(lines: Sequence[Line], minimum: int, middle: Callable[[list[float]], Any]) -> int | None:
+    """Return the line whose ``middle`` is smallest, None if there are fewer than two or one is shorter than allowed."""
+    if len(lines) < 2 or any(len(line) < minimum for line in lines):
+        return None
+    return min(range(len(lines)), key=lambda i: float(middle(list(lines[i].values()))))
+
+
+def _pairs(ours: Line, theirs: Line) -> tuple[list[float], list[float]]:
+    both = sorted(ours.keys() & theirs.keys())
+    return [ours[key] for key in both], [theirs[key] for key in both]

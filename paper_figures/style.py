@@ -15,6 +15,10 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.text import Text
+
+from impl.errors import ConfigError
+from impl.harness.tables import write_atomically
 
 Colour = tuple[float, float, float]
 KNOWN = ("canzona", "nv-ping-pong", "nv-lpt-ns", "asc", "sc", "nv-live", "nv-lpt-numel")
@@ -54,16 +58,39 @@ def palette(systems: Iterable[tuple[str, str]], known: Sequence[str] = KNOWN) ->
     """
     pairs = list(dict.fromkeys(systems))
     order = [*known, *(system for system, _ in pairs if system not in known)]
-    colours = sns.color_palette("colorblind") + sns.color_palette("husl", max(len(order) - 10, 0))
+    colours = sns.color_palette("colorblind") + sns.color_palette("cividis", max(len(order) - 10, 0))
     return {name: colours[order.index(system)] for system, name in pairs}
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` as PDF and PNG beside each other and close it; undated, so equal figures are equal files."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path.with_suffix(".pdf"), bbox_inches="tight", metadata={"CreationDate": None})
-    figure.savefig(path.with_suffix(".png"), bbox_inches="tight", metadata={"Software": None})
+    """Write ``figure`` as PDF and PNG beside each other and close it; undated, so equal figures are equal files.
+
+    Both have the figure's own size, so that it fits the column that it was made for.  Neither is ever half written.
+    Raises :class:`ConfigError` that names what cannot be written.
+    """
+    take_literally(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for suffix, undated in ((".pdf", "CreationDate"), (".png", "Software")):
+            look = {"format": suffix[1:], "metadata": {undated: None}}
+            write_atomically(path.with_suffix(suffix), lambda beside, look=look: figure.savefig(beside, **look))
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename or path}: {error.strerror or error}") from None
     plt.close(figure)
+
+
+def take_literally(figure: Figure) -> None:
+    """Let ``figure`` show its texts as they are: a dollar sign in a name begins no formula, as it would in matplotlib.
+
+    Powers of ten, which axes write as formulas, stay.
+    """
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_ticklabels(which="both")  # makes them
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        if "$" in text.get_text() and "\\mathdefault" not in text.get_text():
+            text.set_parse_math(False)
 
 
 def patch(label: str, colour: Colour) -> Patch:

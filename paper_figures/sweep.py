@@ -16,22 +16,25 @@ def main_table(frame: pd.DataFrame) -> str:
     for key in dict.fromkeys((line.layers, line.stages, line.system) for line in found):
         mine = {line.lr: line for line in found if (line.layers, line.stages, line.system) == key}
         finals = {lr: statistics.mean(list(line.finals.values())).value for lr, line in mine.items() if line.curves}
-        best = min(finals, key=lambda lr: finals[lr]) if finals else None
+        best = min(finals, key=lambda lr: finals[lr]) if len(finals) > 1 else None
         cells = []
         for lr in rates:
             text = markdown.number(finals[lr], 3) if lr in finals else mine[lr].status if lr in mine else ""
-            cells.append(f"**{text}**" if lr == best else text)
+            if lr in mine and mine[lr].seeds > 1:
+                text += f" ({mine[lr].n})"
+            cells.append(f"{text}, lowest" if lr == best else text)
         first = next(iter(mine.values()))
-        rows.append([first.name, str(first.stages), pipelines.settings_text(first.settings), *cells])
+        rows.append([first.name, str(first.stages), common.settings_text(first.settings), *cells])
     return markdown.table(["method", "P", "settings", *(f"lr {lr:g}" for lr in rates)], rows)
 
 
 def table(frame: pd.DataFrame, published: pd.DataFrame) -> str:
     """Return the Markdown document of the experiment from its tidy ``frame``."""
     intro = (
-        "Held-out loss after the last update, **measured**, of the newest weights of all stages; the best of a row in "
-        "bold. A best value at the edge of a row may not be the method's best. `python -m impl tuned` writes the best "
-        "of each method to `experiments/learning_rates.yaml`, which the other pipeline experiments run with."
+        "Held-out loss after the last update, **measured**, of the newest weights of all stages. *Lowest* says which "
+        "is of a row's, without a test that it is better. At the edge of a row it may not be the method's best. "
+        "`python -m impl tuned` writes the best of each method to `experiments/learning_rates.yaml`, which the other "
+        "pipeline experiments run with."
     )
     blocks = [intro, main_table(frame), common.problems(frame), common.provenance(frame)]
     return markdown.document("Learning rates and momentum", *blocks)

@@ -95,13 +95,15 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     style.apply()
     rows = common.where(frame, status=common.DONE)
     rows = rows.loc[rows["quantity"].isin(list(QUANTITIES))]
+    rows = rows.loc[np.isfinite(common.numbers(rows, "measured")) & np.isfinite(common.numbers(rows, "predicted"))]
+    names = [name for name in QUANTITIES if name in set(rows["quantity"])]
     names = [name for name in QUANTITIES if name in set(rows["quantity"])]
     limit = float(frame["limit"].iloc[0])
     result = Figure(figsize=(style.TWO_COLUMNS_IN, 2.5), layout="constrained")
     axes = result.subplots(1, max(len(names), 1), squeeze=False)[0]
     experiments = projected.order([str(v) for v in rows["experiment"]])
     colours = style.palette([(name, name) for name in experiments], known=())
-    for axis, name in zip(axes, names, strict=True):
+    for axis, name in zip(axes, names, strict=False):  # without any there is one empty panel
         mine = common.where(rows, quantity=name)
         ends = [v for c in ("measured", "predicted") for v in common.numbers(mine, c)]
         low, high = 0.7 * min(ends), 1.4 * max(ends)
@@ -161,7 +163,7 @@ def _all(frame: pd.DataFrame) -> str:
                 f"{what}{' (replay)' if row['method'] == 'replay' else ''}",
                 _milliseconds(row, "measured", "measured_low", "measured_high"),
                 _milliseconds(row, "predicted", "low", "high"),
-                f"{row['error']:+.0%}",
+                f"{row['error']:+.0%}" if math.isfinite(row["error"]) else markdown.DASH,
             ]
         )
     return markdown.table(["experiment", "configuration", "what", "measured, ms", "predicted, ms", "error"], rows)
@@ -170,7 +172,7 @@ def _all(frame: pd.DataFrame) -> str:
 def _left_out(frame: pd.DataFrame) -> str:
     bad = frame.loc[frame["status"] != common.DONE]
     lines = [
-        f"- {run}, {system}: **{status}**: {reason}"
+        common.bullet(markdown.literal(f"{run}, {system}"), status, reason)
         for run, system, status, reason in common.distinct(bad, "run", "system_name", "status", "reason")
     ]
     return "\n".join(["## Without a comparison\n", *lines]) if lines else ""
@@ -195,5 +197,5 @@ def _shared(rows: pd.DataFrame) -> np.ndarray:
 def _milliseconds(row: dict[str, Any], *names: str) -> str:
     value, low, high = (1e3 * float(row[name]) for name in names)
     if not math.isfinite(low):
-        return f"{value:.1f}"
+        return markdown.number(value, 1)
     return f"{value:.1f} [{low:.1f}, {high:.1f}]"

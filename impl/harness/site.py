@@ -38,6 +38,19 @@ class Site(Frozen):
         return {name: value for name, value in asked.items() if value is not None}
 
 
+class Settings(Frozen):
+    """The workflow's configuration: what ``--config`` and configuration files may set.
+
+    hardware: a file of ``experiments/hardware`` that jobs must fit; default is ``slurm.hardware``, else the tier's.
+    fit: whether a sweep with a job that cannot fit is refused before it starts.
+    """
+
+    tier: str = "laptop"
+    hardware: str | None = None
+    fit: bool = True
+    slurm: Site | None = None
+
+
 @dataclass(frozen=True)
 class Request:
     """What one job asks for.
@@ -89,15 +102,16 @@ class Cluster:
         )
 
 
-def cluster(section: Any, folder: Path = hardware.FOLDER) -> Cluster:
-    """Return the cluster that the configuration's section ``slurm`` describes; raises :class:`ConfigError`.
-
-    folder: of the hardware files.
-    """
+def settings(config: dict[str, Any]) -> Settings:
+    """Return Snakemake's ``config``, checked; raises :class:`ConfigError`."""
     try:
-        site = parse(Site, section)
+        return parse(Settings, config)
     except ConfigError as error:
-        raise ConfigError(f"slurm: {error}") from None
+        raise ConfigError(f"--config or slurm/site.yaml: {error}") from None
+
+
+def cluster(site: Site, folder: Path = hardware.FOLDER) -> Cluster:
+    """Return the cluster of ``site``, with its hardware file from ``folder``; raises :class:`ConfigError`."""
     spec = hardware.load_kind(site.hardware, folder)
     if spec.jobs is None:
         raise ConfigError(f"{folder / site.hardware}.yaml has no section jobs: write what a job asks for each device")

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator
 
 from impl.errors import ConfigError, unknown
 from impl.harness.spec import Frozen
 
 Tier = Literal["ci", "laptop", "gpu1", "node8", "cluster"]
 TIERS: tuple[str, ...] = get_args(Tier)
-Id = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
+
+
+def _names_a_folder(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9-]+", text):
+        raise ValueError("write lower-case letters, digits and hyphens, for it names folders; `name` is for display")
+    return text
+
+
+def _is_one_line(text: str) -> str:
+    if not text.isprintable() or not text.strip():
+        raise ValueError("write one line of text that can be printed")
+    return text
+
+
+Id = Annotated[str, AfterValidator(_names_a_folder)]
 
 
 class Label(Frozen):
     """One of the things that an experiment compares.
 
-    id: its name in paths and tables' keys; name: how it is displayed.
+    id: its name in paths and tables' keys; name: how it is displayed, any line of text.
     """
 
     id: Id
-    name: str
+    name: Annotated[str, AfterValidator(_is_one_line)]
 
 
 def merged(*layers: dict[str, Any]) -> dict[str, Any]:
@@ -52,8 +67,8 @@ def of_tier(tiers: Any, tier: str) -> Any:
 
 
 def no_duplicates(labels: Sequence[Label]) -> None:
-    """Raise ValueError if two of ``labels`` have the same id."""
-    ids = [label.id for label in labels]
-    for name in ids:
-        if ids.count(name) > 1:
-            raise ValueError(f"{name!r} is listed twice")
+    """Raise ValueError if two of ``labels`` have the same id, or the same name: tables could not tell them apart."""
+    for given in ([label.id for label in labels], [label.name for label in labels]):
+        for name in given:
+            if given.count(name) > 1:
+                raise ValueError(f"{name!r} is listed twice")

@@ -23,6 +23,7 @@ from impl.harness.run import Run
 from impl.harness.tidy import collect
 from paper_figures import (
     common,
+    markdown,
     no_stash,
     pipeline_time,
     pipelines,
@@ -209,7 +210,7 @@ def test_rotation_table_pairs_seeds_and_says_what_holds(tmp_path):
     assert ours is not None
     assert theirs is not None
     ratio = pipelines.quotient(ours, theirs, target)
-    assert cells(main, "Basis rotation", "8")[3] == pipelines.paired_cell(ratio)
+    assert cells(main, "Basis rotation", "8")[3] == markdown.paired(ratio)
     assert ratio.estimate.value == pytest.approx(0.25, abs=0.05)
     assert cells(main, "Muon", "8")[1] == "momentum 0.8"
     assert cells(main, "Basis rotation", "8")[-1] == "3/3"

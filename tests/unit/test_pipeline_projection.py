@@ -16,6 +16,8 @@ from impl.harness.pipeline_projection_spec import Cell, PipelineProjectionSpec, 
 from impl.harness.spec import load_yaml, parse
 from impl.models import catalogue
 from paper_figures import common, pipeline_claims, pipeline_projection, style
+from tests.unit.test_robust_tables import drawn as readable
+from tests.unit.test_robust_tables import without_numbers
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -333,3 +335,8 @@ def test_the_command_writes_the_table(tmp_path, capsys):
     assert not math.isnan(found["value"].max())
     assert "[projected, planned]" in capsys.readouterr().out
     assert main(["pipeline-projection", "--config", str(path), "--tier", "laptop", "--out", str(tmp_path)]) == 2
+
+
+def test_table_and_figure_survive_without_numbers(frame: pd.DataFrame, tmp_path: Path) -> None:
+    without_numbers("pipeline_projection", frame, tmp_path)
+    readable("pipeline_projection", frame)

@@ -14,6 +14,8 @@ from impl.harness import projection_rows, projection_spec
 from paper_figures import common, projected, projection, scaling
 from tests.unit.test_figures import overlaps, texts
 from tests.unit.test_projection_experiments import experiment
+from tests.unit.test_robust_tables import drawn as readable
+from tests.unit.test_robust_tables import without_numbers
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -85,3 +87,10 @@ def test_crosses_of_a_sweep_do_not_hide_each_other(sweep: pd.DataFrame) -> None:
     assert {x for x, _ in found} == {64.0}
     assert len({y for _, y in found}) == systems
     assert has_cross_entry(drawn)
+
+
+def test_tables_and_figures_survive_without_numbers(frame: pd.DataFrame, sweep: pd.DataFrame, tmp_path: Path) -> None:
+    for name, table in (("projection", frame), ("scaling", sweep)):
+        without_numbers(name, table, tmp_path)
+        without_numbers(name, table, tmp_path, "failed")
+        readable(name, table)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,14 @@ from impl.projection import hardware
 ROOT = Path(__file__).parents[2]
 
 
+def cluster(section: Any, folder: Path = hardware.FOLDER) -> site.Cluster:
+    found = site.settings({"tier": "ci", "slurm": section}).slurm
+    assert found is not None
+    return site.cluster(found, folder)
+
+
 def test_a_job_fills_one_node_after_the_other():
-    h100 = site.cluster({"hardware": "h100", "nodes": 32, "gres": "gpu:h100"})
+    h100 = cluster({"hardware": "h100", "nodes": 32, "gres": "gpu:h100"})
     each = h100.jobs
     assert h100.request(1, "anything") == Request(
         1, 1, each.cpus, each.memory_mb, each.minutes["default"], "gpu:h100:1"
@@ -31,7 +38,7 @@ def test_a_job_fills_one_node_after_the_other():
 
 
 def test_account_and_partition_are_asked_for_where_they_are_set():
-    found = site.cluster({"hardware": "h100", "account": "physics", "partition": "gpu", "gres": None})
+    found = cluster({"hardware": "h100", "account": "physics", "partition": "gpu", "gres": None})
     assert found.site.submission == {"slurm_account": "physics", "slurm_partition": "gpu"}
     assert found.request(2, "x").gres == ""
 
@@ -40,19 +47,19 @@ def test_account_and_partition_are_asked_for_where_they_are_set():
     ("section", "message"),
     [
         ({"hardware": "h10"}, "unknown hardware 'h10': did you mean 'h100'?"),
-        ({"hardware": "h100", "acount": "x"}, "unknown setting 'acount': did you mean 'account'?"),
+        ({"hardware": "h100", "acount": "x"}, "unknown setting of slurm 'acount': did you mean 'account'?"),
         ({"hardware": "h100", "gres": "gpu --evil"}, "gres"),
-        (None, "slurm"),
+        ("h100", "slurm"),
     ],
 )
 def test_a_wrong_section_is_one_line(section, message):
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as caught:
-        site.cluster(section)
+        cluster(section)
     assert "\n" not in str(caught.value)
 
 
 def test_jobs_that_cannot_be_are_refused():
-    small = site.cluster({"hardware": "h100", "nodes": 2})
+    small = cluster({"hardware": "h100", "nodes": 2})
     with pytest.raises(ConfigError, match=r"needs 32 nodes of h100, slurm\.nodes is 2"):
         small.request(256, "step_time")
     odd = replace(small, devices=4)
@@ -64,7 +71,7 @@ def test_hardware_without_a_section_jobs_is_named(tmp_path):
     text = (hardware.FOLDER / "h100.yaml").read_text()
     (tmp_path / "h100.yaml").write_text(text[: text.index("jobs:")])
     with pytest.raises(ConfigError, match=r"h100\.yaml has no section jobs"):
-        site.cluster({"hardware": "h100"}, tmp_path)
+        cluster({"hardware": "h100"}, tmp_path)
 
 
 def test_what_jobs_ask_for_moves_no_projection(tmp_path, monkeypatch):
@@ -107,3 +114,11 @@ def test_one_workflow_at_a_time_and_no_stale_lock(tmp_path):
     holder.kill()
     holder.wait()
     assert sweep_lock.hold(tmp_path) >= 0
+
+
+def test_a_misspelt_setting_of_the_workflow_is_one_line():
+    with pytest.raises(ConfigError, match="unknown setting 'teir': did you mean 'tier'"):
+        site.settings({"teir": "ci"})
+    with pytest.raises(ConfigError, match="fit"):
+        site.settings({"fit": "maybe"})
+    assert site.settings({"fit": False}).fit is site.settings({"fit": "false"}).fit is False

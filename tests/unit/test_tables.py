@@ -108,12 +108,12 @@ def test_step_time_rows_carry_kind_run_and_unit(timed):
 
 def test_step_time_table_shows_medians_ratios_and_n(timed):
     row = cells(step_time.main_table(timed), "DP2 x TP1", "Canzona")
-    assert row[-1] == "8"
+    assert row[-1] == "8/8"
     assert float(row[-2].split()[0]) == pytest.approx(0.5, abs=0.02)
     median = 1e3 * np.median(
         list(step_time.times(common.where(timed, dp=2, tp=1), "canzona", "optimizer_step").values())
     )
-    assert row[1].startswith(f"{median:.1f} [")
+    assert row[1].startswith(f"**{median:.1f} [")
     text = step_time.table(timed, PUBLISHED)
     assert cells(text.split("## Logical bytes")[1].split("## Masters")[0], "DP2 x TP1", "Canzona")[1:3] == [
         "world 8 B",
@@ -149,10 +149,10 @@ def test_a_bad_run_is_a_cell_and_a_reason(tmp_path, status):
     text = step_time.table(collect(experiment, "ci", tmp_path), PUBLISHED)
     assert cells(step_time.main_table(collect(experiment, "ci", tmp_path)), "DP2 x TP2 (shared cores)", "Canzona") == [
         *[status] * 4,
-        "0",
+        "0/8",
     ]
     assert f"- `{bad.id}`: **{status}**: Boom: rank 1" in text
-    assert cells(step_time.main_table(collect(experiment, "ci", tmp_path)), "DP2 x TP1", "Canzona")[-1] == "8"
+    assert cells(step_time.main_table(collect(experiment, "ci", tmp_path)), "DP2 x TP1", "Canzona")[-1] == "8/8"
 
 
 def test_missing_and_corrupt_runs_are_cells_too(tmp_path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,33 +15,13 @@ import pytest
 import yaml
 
 from impl.harness.tiers import TIERS
-
-ROOT = Path(__file__).parents[2]
-PARTS = ("Snakefile", "workflows", "experiments", "results/published")
+from tests.workflow.checkouts import ROOT, checkout, edit, snakemake
 
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """A checkout with nothing but the workflow, in a path with a space."""
     return checkout(tmp_path / "a checkout")
-
-
-def checkout(folder: Path) -> Path:
-    for part in PARTS:
-        source, target = ROOT / part, folder / part
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
-    return folder
-
-
-def snakemake(folder: Path, *options: str, check: bool = True, **environment: str) -> str:
-    """Run snakemake in ``folder``; return everything that it printed."""
-    command = [sys.executable, "-m", "snakemake", "--cores", "2", "--workflow-profile", "none", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=840)
-    output = done.stdout + done.stderr
-    assert not check or done.returncode == 0, output
-    return output
 
 
 def planned(folder: Path, *options: str, **environment: str) -> dict[str, int]:
@@ -53,12 +31,6 @@ def planned(folder: Path, *options: str, **environment: str) -> dict[str, int]:
         return {}
     table = output.rpartition("Job stats:")[2].partition("\n\n")[0]
     return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
-
-
-def edit(path: Path, change: Any) -> None:
-    data = yaml.safe_load(path.read_text())
-    change(data)
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
 
 
 def shuffle(data: Any, seed: int) -> Any:
@@ -87,11 +59,10 @@ def test_dry_run_of_every_tier(copy, tier):
     jobs = planned(copy, "--config", f"tier={tier}")
     assert jobs["table"] == jobs["figure"] == 9
     assert jobs["project"] == 3
-    assert jobs["configure"] == jobs["train"] + jobs["time_steps"]
-    assert jobs["configure_pipeline"] == jobs["pipeline"]
-    assert jobs["plan_balance"] == 1
+    assert jobs["plan_balance"] == jobs["claims"] == jobs["ledger"] == 1
     full = planned(copy, "--config", f"tier={tier}", "--", "full")
-    assert full["measure_kernels"] == full["replay_ranks"] == full["validate"] == 1
+    assert full["measure_kernels"] == full["replay_ranks"] == full["validate"] == full["claims"] == 1
+    assert full["table"] == full["figure"] == 19
 
 
 def test_named_targets(copy):
@@ -99,7 +70,7 @@ def test_named_targets(copy):
     assert "time_steps" not in planned(copy, "--", "precision")
     assert "train" not in planned(copy, "--", "step_time")
     assert set(planned(copy, "--config", "tier=ci", "--", "sweep")) == {
-        *("configure_pipeline", "pipeline", "tidy", "table", "figure", "sweep", "total")
+        *("pipeline", "tidy", "table", "figure", "sweep", "total")
     }
 
 
@@ -168,7 +139,7 @@ def test_smallest_tier_end_to_end_and_what_runs_again(copy):
 
     edit(copy / "experiments" / "precision.yaml", lambda d: d["tiers"]["ci"]["base"].update(lr=1e-3))
     assert planned(copy, *tier) == {
-        "configure": 6, "train": 6, "tidy": 1, "table": 1, "figure": 1, "all": 1, "total": 16
+        "train": 6, "tidy": 1, "table": 1, "figure": 1, "claims": 1, "ledger": 1, "all": 1, "total": 12
     }  # fmt: skip
     edit(copy / "experiments" / "balance.yaml", lambda d: d["tiers"]["ci"].update(alpha=[1.0]))
     assert set(planned(copy, *tier, "--", "balance")) == {"plan_balance", "table", "figure", "balance", "total"}

@@ -1,20 +1,5 @@
 # The ledger: every published claim beside ours, from the tables that are there.  What `all` makes is always among them,
 # the experiments that take hours as soon as they have been made, or are being made by this call.
-CLAIMS = [f"{RESULTS}/claims/claims{suffix}" for suffix in (".parquet", ".csv", ".md", ".html", ".tex", ".pdf", ".png")]
-LEDGER = [f"results/claims{suffix}" for suffix in (".md", ".html", ".tex")]
-ANSWERING = [name for name in FULL if name != "validation"]
-
-
-def is_made(experiment):
-    targets = {str(target) for target in workflow.dag_settings.targets}
-    return experiment in DEFAULT or bool({"full", experiment} & targets)
-
-
-def answers(wildcards):
-    found = [f"{RESULTS}/{name}/{name}.parquet" for name in ANSWERING]
-    return [path for name, path in zip(ANSWERING, found) if is_made(name) or os.path.exists(path)]
-
-
 localrules:
     claims,
     ledger,
@@ -50,7 +35,7 @@ rule claims:
         mem_mb=1000,
         runtime=5,
     params:
-        results=RESULTS,
+        results=subpath(output.md, ancestor=2),
         tier=TIER,
         code=FIGURES_CODE,
     shell:
@@ -61,9 +46,12 @@ rule claims:
 # The ledger of the tier that was made last, where one looks for it first.
 rule ledger:
     input:
-        CLAIMS,
+        md=f"{RESULTS}/claims/claims.md",
+        rest=CLAIMS,
     output:
-        LEDGER,
+        md="results/claims.md",
+        html="results/claims.html",
+        tex="results/claims.tex",
     log:
         "results/generated/ledger.log",
     conda:
@@ -71,7 +59,5 @@ rule ledger:
     resources:
         mem_mb=500,
         runtime=5,
-    params:
-        ledger=f"{RESULTS}/claims/claims.md",
     shell:
-        "python -m paper_figures move-claims --in {params.ledger:q} --out {output[0]:q} > {log:q} 2>&1"
+        "python -m paper_figures move-claims --in {input.md:q} --out {output.md:q} > {log:q} 2>&1"

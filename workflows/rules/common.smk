@@ -16,7 +16,13 @@ shell.prefix(f"set -euo pipefail; export PATH={shlex.quote(os.path.dirname(sys.e
 EXPERIMENTS = os.path.relpath(os.path.join(workflow.basedir, "experiments"))
 PUBLISHED = os.path.relpath(os.path.join(workflow.basedir, "results", "published"))
 START = shlex.quote(os.path.relpath(os.path.join(workflow.basedir, "workflows", "scripts", "start.sh")))
-TIER = str(config.get("tier", "laptop"))
+
+try:
+    SETTINGS = site.settings(config)
+except ConfigError as error:
+    raise WorkflowError(str(error)) from None
+
+TIER = SETTINGS.tier
 CONFIGURE = f"python -m impl configs --experiments {shlex.quote(EXPERIMENTS)} --tier {TIER}"
 RESULTS = f"results/generated/{TIER}"
 HERE = "results/generated/{tier}/{experiment}"
@@ -40,7 +46,7 @@ try:
     }
     VALIDATED = validation_spec.load(f"{EXPERIMENTS}/validation.yaml").tier(TIER)
     VALIDATION = experiments.settings_digest(f"{EXPERIMENTS}/validation.yaml", TIER)
-    CLUSTER = site.cluster(config["slurm"], Path(EXPERIMENTS, "hardware")) if "slurm" in config else None
+    CLUSTER = site.cluster(SETTINGS.slurm, Path(EXPERIMENTS, "hardware")) if SETTINGS.slurm else None
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
@@ -151,6 +157,21 @@ def executed_by(*commands):
 def made(experiment):
     """Tables and figures of an experiment, and its runs: where a table is there, nothing else asks for a lost run."""
     return [path.format(tier=TIER, experiment=experiment) for path in RENDERED] + records(experiment)
+
+
+CLAIMS = [f"{RESULTS}/claims/claims{suffix}" for suffix in (".parquet", ".csv", ".md", ".html", ".tex", ".pdf", ".png")]
+LEDGER = [f"results/claims{suffix}" for suffix in (".md", ".html", ".tex")]
+ANSWERING = [name for name in FULL if name != "validation"]
+
+
+def is_made(experiment):
+    targets = {str(target) for target in workflow.dag_settings.targets}
+    return experiment in DEFAULT or bool({"full", experiment} & targets)
+
+
+def answers(wildcards):
+    found = [f"{RESULTS}/{name}/{name}.parquet" for name in ANSWERING]
+    return [path for name, path in zip(ANSWERING, found) if is_made(name) or os.path.exists(path)]
 
 
 wildcard_constraints:

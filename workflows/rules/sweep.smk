@@ -5,15 +5,13 @@ import subprocess
 
 def preview():
     """Print what the sweep costs; a job that cannot fit stops it here, before anything is submitted."""
-    wanted = {
-        job.wildcards.get("experiment") or OWNERS.get(job.wildcards.get("run")) for job in workflow.dag.needrun_jobs()
-    }
-    hardware = ["--hardware", CLUSTER.name] if CLUSTER else []
-    names = sorted(name for name in wanted if name in RUNS)
+    device = SETTINGS.hardware or (CLUSTER.name if CLUSTER else None)
+    options = (["--hardware", device] if device else []) + ([] if SETTINGS.fit else ["--no-fit"])
+    names = sorted({job.wildcards.experiment for job in workflow.dag.needrun_jobs() if job.rule.name == "tidy"})
     if names:
         words = ["python", "-m", "impl", "cost", "--tier", TIER, "--experiments", EXPERIMENTS, "--results", RESULTS]
         try:
-            shell(shlex.join([*words, *hardware, *names]))
+            shell(shlex.join([*words, *options, *names]))
         except subprocess.CalledProcessError:
             raise WorkflowError("the sweep was not started: the reason is above") from None
 
