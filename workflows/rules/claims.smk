@@ -8,7 +8,7 @@ localrules:
 rule claims:
     input:
         answers=answers,
-        ledger=f"{EXPERIMENTS}/claims.yaml",
+        ledger=ancient(f"{EXPERIMENTS}/claims.yaml"),
     output:
         parquet=f"{RESULTS}/claims/claims.parquet",
         csv=f"{RESULTS}/claims/claims.csv",
@@ -37,6 +37,7 @@ rule claims:
     params:
         results=subpath(output.md, ancestor=2),
         tier=TIER,
+        asked=ASKED,
         code=FIGURES_CODE,
     shell:
         "python -m paper_figures claims --ledger {input.ledger:q} --results {params.results:q} --tier {params.tier}"

@@ -8,7 +8,8 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from impl.errors import ConfigError
-from impl.harness import experiments, projection_inputs, site, sweep_lock, validation_spec
+from impl.harness import experiments, projection_inputs, site, sweep_lock, tiers, validation_spec
+from impl.harness.spec import load_yaml
 
 # Jobs run in the environment that runs snakemake, also where it was not activated.
 shell.prefix(f"set -euo pipefail; export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH; ")
@@ -46,6 +47,7 @@ try:
     }
     VALIDATED = validation_spec.load(f"{EXPERIMENTS}/validation.yaml").tier(TIER)
     VALIDATION = experiments.settings_digest(f"{EXPERIMENTS}/validation.yaml", TIER)
+    ASKED = tiers.canonical_digest(load_yaml(f"{EXPERIMENTS}/claims.yaml"))
     CLUSTER = site.cluster(SETTINGS.slurm, Path(EXPERIMENTS, "hardware")) if SETTINGS.slurm else None
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
