@@ -15,7 +15,8 @@ include: "workflows/rules/claims.smk"
 include: "workflows/rules/sweep.smk"
 
 
-report: "workflows/report/workflow.rst"
+# The first page of the report: the claims, once they have been judged.
+report: FRONT if os.path.exists(FRONT) else "workflows/report/workflow.rst"
 
 
 localrules:

@@ -20,7 +20,7 @@ import pandas as pd
 
 import paper_figures
 from impl.errors import ConfigError, unknown
-from paper_figures import ledger, paper_set, partial, render, style
+from paper_figures import ledger, ledger_document, paper_set, partial, render, style
 
 
 def modules() -> dict[str, ModuleType]:
@@ -45,17 +45,22 @@ def write_figure(name: str, source: Path, published: Path, out: Path) -> None:
 
 
 def show(results: Path) -> str:
-    """Return the main table of every experiment in ``results``, and the paths of its tables and figures."""
-    blocks, paths = [], []
+    """Return the main table of every experiment in ``results``, the head of the ledger, and where everything is."""
+    blocks, made = [], []
     for name, module in modules().items():
         source = results / name / f"{name}.parquet"
         if source.exists():
             frame = pd.read_parquet(source)
             blocks.append(f"{name} ({', '.join(sorted(set(frame['kind'])))})\n\n{module.main_table(frame)}\n")
-            paths += [str(p) for p in sorted(source.parent.glob(f"{name}*.*"))]
-    if not blocks:
+            made.append(name)
+    if not made:
         raise ConfigError(f"no tables in {results}: run `make reproduce` first")
-    return "\n".join([*blocks, "Tables and figures:", *(f"  {p}" for p in paths)])
+    claims = results / "claims" / "claims.parquet"
+    if claims.exists():
+        blocks.append(f"claims\n\n{ledger_document.head(pd.read_parquet(claims))}\n")
+        made.append("claims")
+    where = f"Tables (md, html, tex, csv, parquet) and figures (pdf, png) are in {results}:"
+    return "\n".join([*blocks, where, *(f"  {name}/{name}.html" for name in made)])
 
 
 def write_incomplete(folder: Path, tier: str, results: Path, published: Path) -> str:

@@ -189,16 +189,18 @@ def run_folder(results: Path, experiment: str, run: str) -> str | None:
 
 
 def write(claims: Path, results: Path, tier: str, out: Path) -> str:
-    """Write the ledger to ``out`` and beside it: .md, .html, .tex, .parquet, .csv and the figure as .pdf and .png.
+    """Write the ledger to ``out`` and beside it: .md, .html, .tex, .parquet, .csv and the figure as .pdf and .png; and
+    .rst, the first page of the report.
 
     Returns its head (:func:`paper_figures.ledger_document.head`).  Raises :class:`ConfigError`.
     """
-    from impl.harness.tables import write_table
+    from impl.harness import tables
     from paper_figures import ledger_document, ledger_figure, render, style
 
     judged = judge(verdicts.load(claims), results, tier)
     table = frame(judged, results)
-    write_table(table, out.with_suffix(".parquet"))
+    tables.write_table(table, out.with_suffix(".parquet"))
     style.save(ledger_figure.figure(table), out)
     render.write(ledger_document.document(judged, table, results, tier), out)
+    tables.write_atomically(out.with_suffix(".rst"), lambda path: path.write_text(ledger_document.front(table, tier)))
     return ledger_document.head(table)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from paper_figures import common, markdown, verdicts
+from paper_figures import common, markdown, render, verdicts
 from paper_figures.findings import Answer, Finding
 from paper_figures.ledger import Judged, run_folder
 
@@ -21,6 +21,16 @@ INTRO = (
     "timeline). Two numbers with an arrow are the baseline's and the system's. *Ratio* is ours over the published "
     "number, for C3 to C5 and R8 that of the effects (baseline over system). The rules stand below."
 )
+FRONT_STYLE = """\
+<style>
+.prose { max-width: 72rem; }
+.table { overflow-x: auto; }
+.table table { border-collapse: collapse; font-size: 0.75rem; font-variant-numeric: tabular-nums; }
+.table th, .table td { padding: 0.1rem 0.6rem; text-align: left; white-space: nowrap; }
+.table td { border-bottom: 1px solid #c9c9c9; }
+.table .number { text-align: right; }
+</style>
+"""
 HEADER = ["claim", "what", "published", "ours", "n", "ratio", "verdict"]
 ROW = dict[str, Any]
 
@@ -33,6 +43,20 @@ def head(frame: pd.DataFrame) -> str:
     blocks += [markdown.table(HEADER, [cells(row) for row in rows])] if rows else []
     blocks += [f"On the other {rest} claims there is no number of ours; the ledger says why."] if rest else []
     return "\n\n".join(blocks)
+
+
+def front(frame: pd.DataFrame, tier: str) -> str:
+    """Return the first page of Snakemake's report as reStructuredText: the verdicts on ``tier``, claim by claim."""
+    rows = common.records(frame)
+    blocks = [
+        f"# Was the paper reproduced?\n\n{verdicts.counts([str(v) for v in frame['verdict']])} Tier *{tier}*.",
+        "Every number of ours says its kind: *measured* (this machine, this run), *planned* (exact arithmetic on "
+        "shapes) or *projected* (kernel times on a timeline). The ledger, under *Results*, says by which rules a "
+        "verdict is given, why a claim is not testable here, and leads from every number to its runs.",
+        markdown.table(HEADER, [cells(row) for row in rows]),
+    ]
+    text = FRONT_STYLE + render.body("\n\n".join(blocks))
+    return ".. raw:: html\n\n" + "\n".join(f"   {line}" for line in text.splitlines()) + "\n"
 
 
 def document(judged: Sequence[Judged], frame: pd.DataFrame, results: Path, tier: str) -> str:

@@ -102,19 +102,24 @@ def html(document: str, folder: Path | None = None) -> str:
     document: Markdown.  Raw HTML in it is shown as text.  Images are looked for in ``folder`` and put into the page;
     one that is not there is a link with its description.
     """
+    title = next((plain(b) for a, b in pairwise(_parse(document)) if a.type == "heading_open"), "ricercar")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html_text.escape(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n"
+        f"<body>\n{body(document, folder)}</body>\n</html>\n"
+    )
+
+
+def body(document: str, folder: Path | None = None) -> str:
+    """Return what stands between the page's ``<body>`` tags (:func:`html`), to be put into another page."""
     tokens = _parse(document)
     _align(tokens)
     for token in tokens:
         token.children = [_picture(child, folder) for child in token.children] if token.children else token.children
     reader = _reader()
-    body = reader.renderer.render(tokens, reader.options, {})
-    body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
-    title = next((plain(b) for a, b in pairwise(tokens) if a.type == "heading_open"), "ricercar")
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html_text.escape(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
-    )
+    text = reader.renderer.render(tokens, reader.options, {})
+    return text.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
 
 
 def latex(document: str) -> str:

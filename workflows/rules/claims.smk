@@ -20,6 +20,7 @@ rule claims:
             labels={"what": "claims, ours beside the published"},
         ),
         tex=f"{RESULTS}/claims/claims.tex",
+        rst=f"{RESULTS}/claims/claims.rst",
         pdf=f"{RESULTS}/claims/claims.pdf",
         png=report(
             f"{RESULTS}/claims/claims.png",

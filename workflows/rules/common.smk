@@ -161,7 +161,8 @@ def made(experiment):
     return [path.format(tier=TIER, experiment=experiment) for path in RENDERED] + records(experiment)
 
 
-CLAIMS = [f"{RESULTS}/claims/claims{suffix}" for suffix in (".parquet", ".csv", ".md", ".html", ".tex", ".pdf", ".png")]
+FRONT = f"{RESULTS}/claims/claims.rst"
+CLAIMS = [path.format(tier=TIER, experiment="claims") for path in RENDERED] + [FRONT]
 LEDGER = [f"results/claims{suffix}" for suffix in (".md", ".html", ".tex")]
 ANSWERING = [name for name in FULL if name != "validation"]
 
