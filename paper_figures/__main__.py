@@ -75,9 +75,7 @@ def write_incomplete(folder: Path, tier: str, results: Path, published: Path) ->
         source, claims = partial.tabulate(one, folder, tier, out), published / f"{one.published}.csv"
         write_table(one.name, source, claims, source.with_suffix(".md"))
         write_figure(one.name, source, claims, source.with_suffix(".pdf"))
-        made.append(
-            f"{one.name}: {one.there} of {one.asked} runs have ended; table and figure of these in {source.parent}"
-        )
+        made.append(f"{one.name}: table and figure of {one.there} of {one.asked} runs in {source.parent}")
     if not found:
         shutil.rmtree(out)
         return "no experiment is half made"
