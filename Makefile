@@ -64,9 +64,9 @@ tables: venv ## tables and figures of what is there, while runs are missing
 	    --published results/published
 
 .PHONY: reference
-reference: ## copy the tables and figures of the latest laptop run to results/laptop, to be committed
-	@for table in results/generated/laptop/*/*.md; do cp "$${table%.md}".{md,png} results/laptop/; done
-	@find results/generated/laptop -maxdepth 2 -name '*.csv' -size -1024k -exec cp {} results/laptop/ \;
+reference: venv ## copy the tables and figures of the latest laptop run to results/laptop, to be committed
+	@$(ENV) python -m paper_figures reference --results results/generated/laptop --out results/laptop --readme README.md
+	@$(ENV) python -m impl cost --tier laptop --record results/laptop/seconds.csv
 
 .PHONY: dry-run
 dry-run: venv ## list what `make reproduce` would run

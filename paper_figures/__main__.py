@@ -20,7 +20,7 @@ import pandas as pd
 
 import paper_figures
 from impl.errors import ConfigError, unknown
-from paper_figures import ledger, ledger_document, paper_set, partial, render, style
+from paper_figures import ledger, ledger_document, paper_set, partial, reference, render, style
 
 
 def modules() -> dict[str, ModuleType]:
@@ -84,6 +84,11 @@ def write_incomplete(folder: Path, tier: str, results: Path, published: Path) ->
     return "\n".join([*made, f"claims, as far as these tables can judge them: {out / 'claims' / 'claims.md'}"])
 
 
+def show_kept(results: Path, out: Path, readme: Path) -> str:
+    """Keep a run as the reference and say how many files were written."""
+    return f"{len(reference.keep(results, out, readme))} files written in {out}, and {readme}"
+
+
 def show_copies(results: Path, out: Path) -> str:
     """Gather the files for a paper and say how many there are."""
     return f"{len(paper_set.gather(results, out))} figures and tables for a paper are in {out}"
@@ -143,6 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     option = add("paper", "copy figures and LaTeX tables to one folder", lambda a: show_copies(a.results, a.out))
     option("--results", required=True, type=Path, help="folder of one tier")
     option("--out", required=True, type=Path, help="folder to make; what is there is replaced")
+    option = add(
+        "reference", "commit a run's tables, figures and claims", lambda a: show_kept(a.results, a.out, a.readme)
+    )
+    option("--results", required=True, type=Path, help="folder of one tier")
+    option("--out", required=True, type=Path, help="folder of the reference run")
+    option("--readme", required=True, type=Path, help="file that shows the head of the ledger")
     return parser
 
 
