@@ -13,7 +13,7 @@ import pytest
 from impl.errors import ConfigError
 from impl.harness import experiments
 from paper_figures import __main__ as figures
-from paper_figures import ledger_document, paper_set
+from paper_figures import ledger_document, paper_set, reference
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "results" / "published"
@@ -104,3 +104,29 @@ def test_files_for_a_paper_replace_nothing_else(tmp_path):
     with pytest.raises(ConfigError, match="run `make reproduce` first"):
         paper_set.gather(tmp_path / "nothing", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_reference_run_puts_its_claims_into_the_readme(tmp_path, folder):
+    results, out, readme = tmp_path / "laptop", tmp_path / "kept", tmp_path / "README.md"
+    out.mkdir()
+    command = ["claims", "--ledger", str(folder / "claims.yaml"), "--results", str(results), "--tier", "laptop"]
+    assert figures.main([*command, "--out", str(results / "claims" / "claims.md")]) == 0
+    readme.write_text("before\n")
+    with pytest.raises(ConfigError, match="write the lines"):
+        reference.keep(results, out, readme)
+    readme.write_text(f"before\n{reference.BEGIN}\nold\n{reference.END}\nafter\n")
+    for _ in range(2):
+        reference.keep(results, out, readme)
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{reference.END}\nafter\n")
+    assert "**52 not testable here**" in text
+    assert "old" not in text
+    assert {path.name for path in out.iterdir()} == {"claims.md", "claims.png", "claims.csv"}
+
+
+def test_the_readme_shows_the_committed_reference_run():
+    """Its claims are those of results/laptop, not edited by hand."""
+    frame = pd.read_csv(ROOT / "results" / "laptop" / "claims.csv")
+    readme = (ROOT / "README.md").read_text()
+    assert reference.with_head(readme, frame, ROOT / "README.md") == readme
