@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from impl.harness import experiments, tidy
+from impl.harness.record import RunFolder
 from impl.harness.run import Run
 from impl.harness.tables import write_table
 
@@ -38,7 +39,7 @@ def incomplete(folder: Path, tier: str, results: Path) -> Iterator[Incomplete]:
         is_pipeline = runs[0].command == "pipeline"
         place = results / ("pipelines" if is_pipeline else name) / "runs"
         ids = dict.fromkeys(run.id for run in runs)
-        there = sum((place / run / "manifest.json").exists() for run in ids)
+        there = sum(RunFolder(place / run).has_result() for run in ids)
         if there < len(ids) and _has_begun(runs, place):
             yield Incomplete(name, there, len(ids), place, "rotation" if is_pipeline else "canzona")
 

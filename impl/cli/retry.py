@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from impl.harness.record import RunFolder
 from impl.harness.tidy import read_record
 
 HELP = "forget the records of failed runs, so that the workflow runs them again"
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
         if record.status not in KEPT:
             print(f"forgot {manifest.parent.name} ({record.status}: {record.error})")
             manifest.unlink()
+            RunFolder(manifest.parent).ended.unlink(missing_ok=True)
             forgotten += 1
     print(f"{forgotten} run(s) will be run again by the next `make reproduce`" if forgotten else "no failed runs")
     return 0

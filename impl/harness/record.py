@@ -58,6 +58,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoint"
         self.agent_log = self.path / "torchrun.log"
         self.exits = self.path / ".exits.json"
+        self.ended = self.path / "ended"  # what the workflow looks for, see impl.cli.settle
         self._attempt = self.path / ".attempt.json"
         self._lock: int | None = None
 
@@ -111,6 +112,11 @@ class RunFolder:
         except (OSError, ValueError):
             return None
         return data if isinstance(data, dict) else None
+
+    def has_result(self) -> bool:
+        """Return whether the run has ended by what it computes: it was not interrupted, and lost no process."""
+        manifest = self.manifest()
+        return manifest is not None and manifest.get("status") != "unfinished" and not manifest.get("lost")
 
     def begin(self) -> None:
         """Start an attempt: forget how the last one ended, note when and on what machine and code this one starts."""

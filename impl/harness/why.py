@@ -92,7 +92,7 @@ def thing(job: Job) -> Thing:
     if found is None:
         return Thing(job.rule, Path(job.outputs[0]).name)
     place, rest = found["place"], found["rest"]
-    if run := re.fullmatch(r"runs/([^/]+)/manifest\.json", rest):
+    if run := re.fullmatch(r"runs/([^/]+)/ended", rest):
         return Thing(place, "run", run[1])
     if settings := re.fullmatch(r"configs/([^/]+)\.yaml", rest):
         return Thing(place, "settings", settings[1])

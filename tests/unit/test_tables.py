@@ -272,7 +272,7 @@ def test_commands_write_and_show_tables(tmp_path, timed, capsys):
     assert main(["show", "--results", str(folder.parent)]) == 0
     shown = capsys.readouterr().out
     assert "step_time (measured)" in shown
-    assert str(out) in shown
+    assert f"are in {folder.parent}:\n  step_time/step_time.html" in shown
     assert step_time.main_table(timed) in shown
     assert main(["table", "step_tme", "--in", source, "--published", CSV, "--out", str(out)]) == 2
     assert "did you mean 'step_time'" in capsys.readouterr().err
@@ -281,19 +281,32 @@ def test_commands_write_and_show_tables(tmp_path, timed, capsys):
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [("failed", 0), ("diverged", 0), ("out-of-memory", 0), ("corrupt", 0), ("unfinished", 1), (None, 1)],
+    [("done", 0), ("failed", 0), ("diverged", 0), ("out-of-memory", 0), ("corrupt", 0), ("unfinished", 1), (None, 1)],
 )
 def test_settle_accepts_what_a_table_can_show(tmp_path, status, code):
     run = fake_runs.precision_experiment().runs("ci")[0]
     if status:
         fake_runs.precision_run(tmp_path, run, status=status, error="rank 0: RuntimeError: no\n\nTraceback ...")
     assert settle.run(argparse.Namespace(out=tmp_path / run.id)) == code
+    assert (tmp_path / run.id / "ended").exists() == (code == 0)
+
+
+def test_a_run_that_lost_a_process_is_no_result(tmp_path):
+    run = fake_runs.precision_experiment().runs("ci")[0]
+    folder = fake_runs.precision_run(tmp_path, run, status="failed", error="rank 0 was killed by SIGKILL")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for lost, code in ((True, 1), (False, 0)):
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"lost": lost}))
+        assert settle.run(argparse.Namespace(out=folder)) == code
 
 
 def test_retry_forgets_failed_runs_only(tmp_path, capsys):
     runs = fake_runs.precision_experiment(seeds=[0]).runs("ci")
     statuses = ["done", "failed", "diverged", "out-of-memory"]
     targets = [fake_runs.precision_run(tmp_path, r, status=s) for r, s in zip(runs, statuses, strict=False)]
+    for target in targets:
+        (target / "ended").write_text("")
     assert retry.run(argparse.Namespace(results=tmp_path)) == 0
+    assert [(t / "ended").exists() for t in targets] == [True, False, True, False]
     assert [(t / "manifest.json").exists() for t in targets] == [True, False, True, False]
     assert "2 run(s)" in capsys.readouterr().out

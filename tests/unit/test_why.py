@@ -54,11 +54,11 @@ rule configure:
 [Sun Nov 29 23:52:45 2026]
 rule train:
     input: results/generated/ci/precision/configs/sc-dp2-tp1-s0-62fad57b.yaml
-    output: results/generated/ci/precision/runs/sc-dp2-tp1-s0-62fad57b/manifest.json
+    output: results/generated/ci/precision/runs/sc-dp2-tp1-s0-62fad57b/ended
     log: results/generated/ci/precision/logs/sc-dp2-tp1-s0-62fad57b.log
     jobid: 2
     benchmark: results/generated/ci/precision/benchmarks/sc-dp2-tp1-s0-62fad57b.tsv
-    reason: Missing output files: results/generated/ci/precision/runs/sc-dp2-tp1-s0-62fad57b/manifest.json; \
+    reason: Missing output files: results/generated/ci/precision/runs/sc-dp2-tp1-s0-62fad57b/ended; \
 Input files updated by another job: results/generated/ci/precision/configs/sc-dp2-tp1-s0-62fad57b.yaml
     wildcards: tier=ci, experiment=precision, run=sc-dp2-tp1-s0-62fad57b
     resources: tmpdir=/tmp, runtime=60, mem_mb=4000, mem=4 GB, mem_mib=3815
@@ -153,7 +153,7 @@ def runs() -> dict[str, tuple[Run, ...]]:
 
 
 def job_of(run: Run, place: str = "precision", reason: str = "") -> Job:
-    path = f"results/generated/ci/{place}/runs/{run.id}/manifest.json"
+    path = f"results/generated/ci/{place}/runs/{run.id}/ended"
     return Job("train", (path,), split_reasons(reason or f"Missing output files: {path}"))
 
 

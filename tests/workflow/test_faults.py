@@ -69,7 +69,7 @@ def test_a_disturbed_sweep_ends_as_an_undisturbed_one(tmp_path):
     scheduler.kill()
     scheduler.wait()
     left = working_in(wild, "-m impl pipeline")  # jobs of the dead scheduler go on
-    ended = list(wild.rglob("manifest.json"))
+    ended = list(wild.rglob("ended"))
     assert len(ended) < RUNS, "the sweep ended before it was disturbed"
 
     assert start(wild, log).wait() == 0, log.read_text()[-4000:]

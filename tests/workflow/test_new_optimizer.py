@@ -135,7 +135,7 @@ def test_the_workflow_plans_its_runs_and_only_those(project):
         assert all("normuon" in run for runs in added.values() for run in runs)
     assert len(added["rotation"]) == 3  # P = 8, three seeds
     shown = run(project, "snakemake", "--dryrun", "--cores=2", "--workflow-profile=none", "--", "all")
-    jobs = set(re.findall(r"runs/(normuon-[\w-]+)/manifest.json", shown))
+    jobs = set(re.findall(r"runs/(normuon-[\w-]+)/ended", shown))
     assert jobs == {run for name in ("step_time", "precision", "generality", "rotation") for run in added[name]}
 
 

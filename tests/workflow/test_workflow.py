@@ -165,9 +165,9 @@ def test_smallest_tier_end_to_end_and_what_runs_again(copy):
     assert planned(copy, *tier) == {}
 
     (lost,) = (results / "pipelines" / "runs").glob("pipedream-p1-*")
-    (lost / "manifest.json").rename(lost / "kept")  # its tables are there, and yet it is made again
+    (lost / "ended").rename(lost / "kept")  # its tables are there, and yet it is asked for
     assert planned(copy, *tier)["pipeline"] == 1
-    (lost / "kept").rename(lost / "manifest.json")
+    (lost / "kept").rename(lost / "ended")
 
     edit(copy / "experiments" / "precision.yaml", lambda d: d["tiers"]["ci"]["base"].update(lr=1e-3))
     assert planned(copy, *tier) == {

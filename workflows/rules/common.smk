@@ -139,12 +139,12 @@ def folder(experiment):
 
 
 def records(experiment):
-    """The record of every run of an experiment; none for what is not made of runs."""
+    """The mark of every run of an experiment that it has ended; none for what is not made of runs."""
     ids = dict.fromkeys(r.id for r in RUNS.get(experiment, ()))
-    return expand(f"{folder(experiment)}/runs/{{run}}/manifest.json", run=ids, tier=TIER, experiment=experiment)
+    return expand(f"{folder(experiment)}/runs/{{run}}/ended", run=ids, tier=TIER, experiment=experiment)
 
 
-def manifests(wildcards):
+def ended(wildcards):
     return records(wildcards.experiment)
 
 

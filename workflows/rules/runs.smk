@@ -2,13 +2,14 @@
 # it alone says what is run: there are no inputs, and editing an experiment makes new runs where settings changed and
 # touches nothing else.  (Settings as files with a rule of their own would be rewritten, and all runs with them, whenever
 # that rule changes; `ancient` inputs keep snakemake 9.27 from seeing that anything behind them is still to do.)
-# A run that fails or diverges with a record is a result (`settle`): the tables are built and its cells say so.
+# A run that fails or diverges with a record is a result (`settle`): the tables are built and its cells say so.  The output
+# is settle's mark and not the record itself, which snakemake would remove before every try.
 # `--wait`: a job of a killed scheduler may still run; this one then waits for it and finds the run done.
 
 
 rule train:
     output:
-        f"{HERE}/runs/{{run}}/manifest.json",
+        f"{HERE}/runs/{{run}}/ended",
     log:
         f"{HERE}/logs/{{run}}.log",
     benchmark:
@@ -34,13 +35,13 @@ rule train:
     shell:
         f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
         f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} train'
-        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q}"
-        " || python -m impl settle --out {params.folder:q}"
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q} || true; "
+        "python -m impl settle --out {params.folder:q}"
 
 
 rule time_steps:
     output:
-        f"{HERE}/runs/{{run}}/manifest.json",
+        f"{HERE}/runs/{{run}}/ended",
     log:
         f"{HERE}/logs/{{run}}.log",
     benchmark:
@@ -66,13 +67,13 @@ rule time_steps:
     shell:
         f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
         f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} step-time'
-        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q}"
-        " || python -m impl settle --out {params.folder:q}"
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q} || true; "
+        "python -m impl settle --out {params.folder:q}"
 
 
 rule pipeline:
     output:
-        f"{SHARED}/runs/{{run}}/manifest.json",
+        f"{SHARED}/runs/{{run}}/ended",
     log:
         f"{SHARED}/logs/{{run}}.log",
     benchmark:
@@ -96,5 +97,5 @@ rule pipeline:
     shell:
         f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
         f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} pipeline'
-        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q}"
-        " || python -m impl settle --out {params.folder:q}"
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q} || true; "
+        "python -m impl settle --out {params.folder:q}"

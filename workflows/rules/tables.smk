@@ -7,7 +7,7 @@ localrules:
 
 rule tidy:
     input:
-        records=manifests,
+        records=ended,
         experiment=ancient(f"{EXPERIMENTS}/{{experiment}}.yaml"),
     output:
         parquet=f"{HERE}/{{experiment}}.parquet",
