@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from impl.models.catalogue import ModelConfig, Part
 from impl.models.cross_entropy import vocabulary_parallel_cross_entropy
+from impl.models.deferred_compile import deferred_compile
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def _without_megatrons_warnings() -> Iterator[None]:
         yield
 
 
-with _without_megatrons_warnings():
+with _without_megatrons_warnings(), deferred_compile():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel

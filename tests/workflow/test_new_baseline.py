@@ -65,7 +65,7 @@ def test_the_system_is_planned_and_projected(project):
 def test_the_system_computes_what_synchronous_compute_does(project):
     found = {}
     for strategy in ("sc", "round-robin"):
-        words = ("--dp=2", "--tp=2", "--steps=3", "--set=reduction=rank-order", f"--strategy={strategy}")
+        words = ("--dp=2", "--steps=3", f"--strategy={strategy}")
         run(project, "impl", "train", *SMALL, *words, f"--out={strategy}")
         found[strategy] = json.loads((project / strategy / "manifest.json").read_text())["result"]["params_digest"]
     assert found["round-robin"] == found["sc"]

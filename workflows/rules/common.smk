@@ -58,6 +58,8 @@ PIPELINES = [name for name, runs in RUNS.items() if runs[0].command == "pipeline
 OWNERS = {run.id: name for name in reversed(PIPELINES) for run in RUNS[name]}
 # Timed jobs hold every core, so that nothing runs beside them; without a core limit (a cluster) those they use.
 ALL_CORES = workflow.resource_settings.cores or max(RANKS.values())
+# On a GPU machine of one's own nobody hands out devices: one job at a time has them all.
+ALONE = TIER in ("gpu1", "node8", "cluster") and not CLUSTER
 # What every job asks Slurm for beside its size: account and partition.
 SUBMISSION = CLUSTER.site.submission if CLUSTER else {}
 
@@ -121,7 +123,7 @@ def memory(mb):
 
 
 def cores(wildcards):
-    return request(wildcards).cpus if CLUSTER else RANKS[wildcards.run]
+    return request(wildcards).cpus if CLUSTER else ALL_CORES if ALONE else RANKS[wildcards.run]
 
 
 def timed_cores(wildcards):
@@ -131,7 +133,7 @@ def timed_cores(wildcards):
 def pipeline_cores(wildcards):
     if CLUSTER:
         return request(wildcards).cpus
-    return ALL_CORES if RANKS[wildcards.run] > 1 else 1
+    return ALL_CORES if ALONE or RANKS[wildcards.run] > 1 else 1
 
 
 def folder(experiment):
