@@ -89,5 +89,5 @@ test: lint ## lint, types and every test, with the whole workflow on the smalles
 
 .PHONY: clean
 clean: ## remove everything that was generated, results included (published, gpu and laptop references stay)
-	rm -rf results/generated logs .snakemake .pytest_cache .ruff_cache .hypothesis build dist paper_figures/out
+	rm -rf results/generated results/claims.* results/report.html logs .snakemake .pytest_cache .ruff_cache .hypothesis build dist paper_figures/out
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

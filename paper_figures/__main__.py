@@ -73,13 +73,16 @@ def write_incomplete(folder: Path, tier: str, results: Path, published: Path) ->
     made = []
     for one in found:
         source, claims = partial.tabulate(one, folder, tier, out), published / f"{one.published}.csv"
-        write_table(one.name, source, claims, source.with_suffix(".md"))
-        write_figure(one.name, source, claims, source.with_suffix(".pdf"))
-        made.append(f"{one.name}: table and figure of {one.there} of {one.asked} runs in {source.parent}")
+        try:
+            write_table(one.name, source, claims, source.with_suffix(".md"))
+            write_figure(one.name, source, claims, source.with_suffix(".pdf"))
+            made.append(f"{one.name}: table and figure of {one.there} of {one.asked} runs in {source.parent}")
+        except Exception as error:  # the others are wanted all the more
+            made.append(f"{one.name}: no table of {one.there} of {one.asked} runs: {type(error).__name__}: {error}")
     if not found:
         shutil.rmtree(out)
         return "no experiment is half made"
-    partial.link_rest(results)
+    partial.link_rest(folder, tier, results)
     ledger.write(folder / "claims.yaml", out, tier, out / "claims" / "claims.md")
     return "\n".join([*made, f"claims, as far as these tables can judge them: {out / 'claims' / 'claims.md'}"])
 
@@ -97,7 +100,8 @@ def show_copies(results: Path, out: Path) -> str:
 def move_claims(source: Path, out: Path) -> None:
     """Write the ledger ``source``, a Markdown file, to ``out``, a file of another folder, with its links led right."""
     prefix = os.path.relpath(source.parent.parent, out.parent)
-    render.write(source.read_text().replace("](../", f"]({prefix}/"), out)
+    text = source.read_text().replace("](../", f"]({prefix}/")
+    render.write(text.replace(f"]({source.stem}.png)", f"]({prefix}/{source.parent.name}/{source.stem}.png)"), out)
 
 
 def main(arguments: list[str] | None = None) -> int:

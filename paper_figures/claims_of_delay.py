@@ -53,6 +53,8 @@ def _against_adamw(group: list[Line], about: About) -> Finding:
     slow, alone, ours, ours_alone = (line.iterations_if_all(pipelines.common_target(group)) for line in lines)
     seeds = sorted(slow.keys() & alone.keys() & ours.keys() & ours_alone.keys())
     top, bottom = [slow[s] / alone[s] for s in seeds], [ours[s] / ours_alone[s] for s in seeds]
+    if not seeds:
+        return replace(about.missing("R3", _why(group, *asked)), part="effect")
     text = "effect: AdamW's slowdown over rotation's"
     return about.found("R3", "effect", statistics.paired_quotient(top, bottom).estimate, "times", text)
 

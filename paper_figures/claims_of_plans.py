@@ -62,6 +62,8 @@ def _alpha(frame: pd.DataFrame) -> list[Finding]:
         about.found("C7a", "value", best, "alpha", text),
         about.found("C7a", "effect", others / loads[1.0], "times"),
     ]
+    if not any(a < ADVISED for a in loads):
+        return [*found, about.missing("C7b", f"no plan with alpha below {ADVISED:g} on this tier")]
     kept, low = ([v for a, v in loads.items() if (a >= ADVISED) == side] for side in (True, False))
     text = f"the best alpha below {ADVISED:g} over the worst from {ADVISED:g} on; above 1 the advice holds"
     return [*found, about.found("C7b", "effect", min(low) / max(kept), "times", text)]

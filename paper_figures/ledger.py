@@ -79,6 +79,8 @@ class Results:
             return find(table)
         except KeyError as error:  # a table of an older version
             return f"the table of {entry.experiment} has no column {error}: make it again"
+        except Exception as error:  # one table must not cost the whole ledger; its claims say what happened
+            return f"{entry.found_by} failed on the table of {entry.experiment}: {type(error).__name__}: {error}"
 
     def answers(self, claim: ClaimEntry) -> Iterator[Answer]:
         """Yield what the experiments say of a claim, the best first; an answer without a number says why."""

@@ -37,7 +37,7 @@ def incomplete(folder: Path, tier: str, results: Path) -> Iterator[Incomplete]:
     """
     for name, runs in experiments.all_runs(folder, tier).items():
         is_pipeline = runs[0].command == "pipeline"
-        place = results / ("pipelines" if is_pipeline else name) / "runs"
+        place = _place(name, runs, results)
         ids = dict.fromkeys(run.id for run in runs)
         there = sum(RunFolder(place / run).has_result() for run in ids)
         if there < len(ids) and _has_begun(runs, place):
@@ -59,12 +59,26 @@ def open_folder(results: Path) -> Path:
     return path
 
 
-def link_rest(results: Path) -> None:
-    """Link everything else in ``results`` into its folder ``partial``, so that links between tables lead somewhere."""
+def link_rest(folder: Path, tier: str, results: Path) -> None:
+    """Link what is whole in ``results`` into its folder ``partial``, so that links between tables lead somewhere.
+
+    A table of which any run is missing is older than its experiment, and left out.
+    """
+    stale = {name for name, runs in experiments.all_runs(folder, tier).items() if _ended(name, runs, results) < 1}
     for path in sorted(results.iterdir()):
         link = results / FOLDER / path.name
-        if path.is_dir() and path.name not in (FOLDER, "claims") and not link.exists():
+        if path.is_dir() and path.name not in (FOLDER, "claims", *stale) and not link.exists():
             link.symlink_to(Path("..", path.name))
+
+
+def _place(name: str, runs: Sequence[Run], results: Path) -> Path:
+    return results / ("pipelines" if runs[0].command == "pipeline" else name) / "runs"
+
+
+def _ended(name: str, runs: Sequence[Run], results: Path) -> float:
+    """Return which part of an experiment's runs has ended with a result."""
+    place = _place(name, runs, results)
+    return sum(RunFolder(place / run.id).has_result() for run in runs) / len(runs)
 
 
 def _has_begun(runs: Sequence[Run], place: Path) -> bool:

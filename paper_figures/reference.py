@@ -27,9 +27,11 @@ def keep(results: Path, out: Path, readme: Path) -> list[Path]:
         raise ConfigError(f"no tables in {results}: run `make reproduce` first")
     written = []
     for table in tables:
-        for suffix in (".md", ".png", ".csv"):
-            source = table.with_suffix(suffix)
-            if source.exists() and (suffix != ".csv" or source.stat().st_size <= LARGEST_CSV):
+        sources = [table, table.with_suffix(".png"), *sorted(table.parent.glob("*.csv"))]
+        for source in sources:
+            if source.suffix == ".csv" and source.stat().st_size > LARGEST_CSV:
+                (out / source.name).unlink(missing_ok=True)  # an older, smaller one
+            elif source.exists():
                 written.append(Path(shutil.copy(source, out / source.name)))
     claims = results / "claims" / "claims.parquet"
     if claims.exists():

@@ -239,7 +239,7 @@ def load_config(path: Path, cls: type[Frozen]) -> Any:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that readers, and a crash, see the old content or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two jobs may mark one run
     with temporary.open("w") as file:
         file.write(text)
         file.flush()

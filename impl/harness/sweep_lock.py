@@ -31,6 +31,9 @@ def hold(folder: Path) -> int:
         raise ConfigError(
             f"another workflow makes {folder} ({holder or 'holder not known'}): wait for it, or stop it first"
         ) from None
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(f"cannot lock {folder}: {error.strerror}: use a file system with locks") from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{this_process()}\n".encode(), 0)
     return descriptor

@@ -72,6 +72,8 @@ def read_record(folder: Path) -> Record:
     if not isinstance(status, str) or any(part is not None and not isinstance(part, dict) for part in parts):
         return Record("corrupt", "manifest.json: not what a run writes")
     rows, broken = _metrics(folder / "metrics.jsonl")
+    if manifest.get("lost"):  # no result: it goes on from its checkpoint
+        return Record("unfinished", _first_line(manifest.get("error")), manifest, rows)
     if broken and status == "done":
         return Record("corrupt", f"metrics.jsonl has {broken} unreadable line(s)", manifest, rows)
     return Record(status, _first_line(manifest.get("error")), manifest, rows)

@@ -150,10 +150,10 @@ class Explainer:
         if "incomplete" in reasons:
             return "the job was killed while it ran: goes on from its last checkpoint, if it has one"
         if "code" in reasons or "params" in reasons or "software" in reasons:
-            return f"{changes(reasons, made)}; a run that has ended stays as it is and is only looked at"
+            return f"{changes(reasons, made)}; a run that is done or diverged stays as it is and is only looked at"
         if "missing" in reasons:
             return "its record is not there"
-        return "its settings file is written again; a run that has ended stays as it is and is only looked at"
+        return "it is looked at again; a run that is done or diverged stays as it is"
 
     def changed(self, run: Run, folder: Path) -> str:
         """Return what differs from the most similar run of the same name that nobody asks for any more; else empty."""

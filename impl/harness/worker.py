@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 START_TIMEOUT = timedelta(minutes=5)
 """Ranks import at different speeds on a busy machine; that is no reason to fail."""
+LOST_SIGNS = (
+    *("Connection closed by", "Connection reset by", "Connection refused", "Broken pipe"),
+    *("failed to recv", "ncclRemoteError", "remote process exit"),
+)
+"""What gloo, the store and NCCL say when the process at the other end is gone."""
 WAIT_TIMEOUT = timedelta(days=30)
 """Longer than any job may run: who waits for another process waits until it ends."""
 
@@ -143,9 +148,7 @@ def join_run(target: str, spec: Spec, folder: Path, *, wait: bool = False) -> in
 def _lost_another(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone, whose own end is the cause."""
     text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Connection refused")
-    )
+    return isinstance(error, RuntimeError) and any(sign in text for sign in LOST_SIGNS)
 
 
 def open_store() -> Store:

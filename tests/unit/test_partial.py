@@ -70,10 +70,11 @@ def test_a_ledger_in_another_folder_leads_to_the_same_files(tmp_path, folder):
     out = results / "claims" / "claims.md"
     command = ["claims", "--ledger", str(folder / "claims.yaml"), "--results", str(results), "--tier", "ci"]
     assert figures.main([*command, "--out", str(out)]) == 0
-    out.write_text("[a table](../balance/balance.html)\n")
+    out.write_text("[a table](../balance/balance.html)\n\n![picture](claims.png)\n")
     figures.move_claims(out, tmp_path / "claims.md")
-    assert (tmp_path / "claims.md").read_text() == "[a table](generated/ci/balance/balance.html)\n"
-    assert (tmp_path / "claims.html").exists()
+    text = (tmp_path / "claims.md").read_text()
+    assert text == "[a table](generated/ci/balance/balance.html)\n\n![picture](generated/ci/claims/claims.png)\n"
+    assert "data:image/png;base64" in (tmp_path / "claims.html").read_text()
 
 
 def test_the_first_page_of_the_report_has_every_claim(tmp_path, folder):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.workflow.checkouts import checkout, command, environment
+from tests.workflow.checkouts import ROOT, checkout, command, environment
 
 REFUSING = """\
 #!/bin/sh
@@ -77,3 +77,16 @@ def test_the_calls_of_sbatch_on_the_cluster_tier(tmp_path, fake_slurm):
             f"-A physics -p gpu -t 1440 --mem 1840000 --nodes=1 --no-requeue --cpus-per-task=96 "
             f"-D {shlex.quote(str(folder))} --gres=gpu:h100:8"
         ), options
+
+
+def test_a_preempted_job_has_failed(tmp_path, fake_slurm):
+    """Else the plugin waits for Slurm to start it again, which it does not."""
+    ours = ROOT / "workflows" / "scripts" / "slurm"
+    (fake_slurm / "squeue").write_text(
+        '#!/bin/sh\n[ "$1" = bad ] && exit 3\nprintf "%s\\n" "1|PREEMPTED" "2|RUNNING" "$*"\n'
+    )
+    path = os.pathsep.join([str(ours), str(fake_slurm), os.environ["PATH"]])
+    words = ["squeue", "--format=%i|%T", "--states=all"]
+    done = subprocess.run(words, env=environment(PATH=path), capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout.splitlines() == ["1|FAILED", "2|RUNNING", "--format=%i|%T --states=all"]
+    assert subprocess.run(["squeue", "bad"], env=environment(PATH=path), timeout=20).returncode == 3

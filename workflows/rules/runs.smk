@@ -33,9 +33,9 @@ rule train:
         folder=subpath(output[0], parent=True),
         config=f"{HERE}/configs/{{run}}.yaml",
     shell:
-        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
+        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} >> {{log:q}} 2>&1; "
         f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} train'
-        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q} || true; "
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -ia {log:q} || true; "
         "python -m impl settle --out {params.folder:q}"
 
 
@@ -65,9 +65,9 @@ rule time_steps:
         folder=subpath(output[0], parent=True),
         config=f"{HERE}/configs/{{run}}.yaml",
     shell:
-        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
+        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} >> {{log:q}} 2>&1; "
         f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} step-time'
-        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q} || true; "
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -ia {log:q} || true; "
         "python -m impl settle --out {params.folder:q}"
 
 
@@ -95,7 +95,7 @@ rule pipeline:
         folder=subpath(output[0], parent=True),
         config=f"{SHARED}/configs/{{run}}.yaml",
     shell:
-        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} > {{log:q}} 2>&1; "
+        f"{CONFIGURE} --run {{wildcards.run}} --out {{params.config:q}} >> {{log:q}} 2>&1; "
         f'{START} "{{resources.mpi}}" {{resources.nodes}} {{resources.ranks}} {{threads}} pipeline'
-        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -i {log:q} || true; "
+        " --config {params.config:q} --wait --out {params.folder:q} 2>&1 | tee -ia {log:q} || true; "
         "python -m impl settle --out {params.folder:q}"

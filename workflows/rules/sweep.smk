@@ -1,5 +1,4 @@
 # What happens around the jobs: before the first one, and after a failure.
-import shutil
 import subprocess
 
 
@@ -24,15 +23,22 @@ onstart:
     preview()
 
 
+def half_made():
+    """Make the tables of experiments of which some runs are missing, from those that are there; say if that fails."""
+    words = ["python", "-m", "paper_figures", "partial", "--experiments", EXPERIMENTS, "--tier", TIER]
+    try:
+        shell(shlex.join([*words, "--results", RESULTS, "--published", PUBLISHED]))
+        if os.path.exists(f"{RESULTS}/partial"):  # the ledger in front would be of an earlier sweep
+            for path in LEDGER:
+                Path(path).unlink(missing_ok=True)
+    except subprocess.CalledProcessError:
+        print("the tables of half-made experiments could not be made: the reason is above", file=sys.stderr)
+
+
 onsuccess:
-    shutil.rmtree(f"{RESULTS}/partial", ignore_errors=True)
+    if os.path.exists(f"{RESULTS}/partial"):
+        half_made()
 
 
-# The tables of experiments of which some runs are missing, from those that are there.
 onerror:
-    shell(
-        shlex.join(
-            ["python", "-m", "paper_figures", "partial", "--experiments", EXPERIMENTS, "--tier", TIER]
-            + ["--results", RESULTS, "--published", PUBLISHED]
-        )
-    )
+    half_made()
