@@ -638,7 +638,7 @@ def test_the_command_writes_every_form(results, table, tmp_path, capsys):
     given = ["claims", "--ledger", str(LEDGER), "--results", str(results), "--tier", "laptop", "--out", str(out)]
     assert main(given) == 0
     assert capsys.readouterr().out.startswith(f"Of {len(CLAIMS)} claims: **1 reproduced**")
-    suffixes = {".md", ".html", ".tex", ".parquet", ".csv", ".pdf", ".png"}
+    suffixes = {".md", ".html", ".tex", ".parquet", ".csv", ".pdf", ".png", ".rst"}
     assert {path.suffix for path in out.parent.iterdir()} == suffixes
     again = pd.read_parquet(out.with_suffix(".parquet"))
     assert ledger_document.head(again) == ledger_document.head(table)
