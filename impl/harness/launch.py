@@ -202,7 +202,10 @@ def _watch(process: subprocess.Popen[bytes], run: RunFolder, timeout: float) -> 
 def _stopped_ranks(run: RunFolder) -> list[int]:
     ranks = []
     for path in run.path.glob("rank-*.pid"):
-        text = path.read_text()
+        try:
+            text = path.read_text()
+        except FileNotFoundError:  # the run has just ended
+            continue
         if text.isdigit() and is_stopped(int(text)):
             ranks.append(int(path.stem.removeprefix("rank-")))
     return sorted(ranks)

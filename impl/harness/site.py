@@ -5,6 +5,7 @@ Science is in ``experiments/*.yaml`` and never here: a run computes the same whe
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,13 @@ def cluster(site: Site, folder: Path = hardware.FOLDER) -> Cluster:
     if spec.jobs is None:
         raise ConfigError(f"{folder / site.hardware}.yaml has no section jobs: write what a job asks for each device")
     return Cluster(site, site.hardware, spec.node.devices, spec.jobs)
+
+
+def use_own_squeue(root: Path) -> None:
+    """Let this process and its children find ``workflows/scripts/slurm/squeue`` of the project ``root`` first.
+
+    The environment is the only way to tell Snakemake's executor: it runs ``squeue`` by its name.
+    """
+    folder = str(root.resolve() / "workflows" / "scripts" / "slurm")
+    known = os.environ.get("PATH", "").split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join([folder, *(path for path in known if path != folder)])

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.workflow.checkouts import ROOT, checkout, command, edit, environment
-from tests.workflow.processes import until
+from tests.workflow.processes import kill, until, working_in
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scancel")
 STEPS = 600
@@ -49,18 +49,20 @@ def slurm() -> Iterator[Path]:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Path:
+def sweep(tmp_path: Path, slurm: Path) -> Iterator[Path]:
     """A checkout whose cluster is the virtual one: a job of four ranks on two nodes, and one of one rank."""
     folder = checkout(tmp_path / "sweep")
     hardware = folder / "experiments" / "hardware"
     virtual = yaml.safe_load((hardware / "h100.yaml").read_text())
-    virtual |= {"id": "virtual", "jobs": {"cpus": 1, "memory_mb": 2000, "minutes": {"default": 10}}}
+    virtual |= {"id": "virtual", "jobs": {"cpus": 1, "memory_mb": 4000, "minutes": {"default": 10}}}
     virtual["node"]["devices"] = 2
     (hardware / "virtual.yaml").write_text(yaml.safe_dump(virtual))
     site = {"tier": "ci", "slurm": {"hardware": "virtual", "partition": "main", "gres": "gpu:fake", "nodes": 2}}
     (folder / "slurm" / "site.yaml").write_text(yaml.safe_dump(site))
     edit(folder / "experiments" / "precision.yaml", two_jobs)
-    return folder
+    yield folder
+    for pid in working_in(folder, "-m snakemake", "--profile slurm"):  # of a test that failed half-way
+        kill(pid)
 
 
 def two_jobs(experiment: dict[str, Any]) -> None:
@@ -165,7 +167,7 @@ def test_a_sweep_on_slurm_with_everything_that_happens_to_one(slurm, sweep):
     third = Scheduler(sweep, "third")
     assert third.end() == 0, third.text[-4000:]
     (asked,) = submissions(first, "canzona-dp2-tp2")
-    assert "-p main -t 10 --mem 4000 --nodes=2 --no-requeue --ntasks=2 --cpus-per-task=2" in asked
+    assert "-p main -t 10 --mem 8000 --nodes=2 --no-requeue --ntasks=2 --cpus-per-task=2" in asked
     assert "--gres=gpu:fake:2" in asked
     assert json.loads((run_folder(sweep, "sc") / "manifest.json").read_text())["result"]["resumed_from"]
 

@@ -210,7 +210,7 @@ def test_a_finished_run_that_is_looked_at_again(runs, tmp_path):
     assert "the command of its rule changed" in line
     assert "stays as it is" in line
     (line,) = Explainer(runs, tmp_path).lines([job_of(run, reason="Input files updated by another job: a.yaml")])
-    assert "its settings file is written again" in line
+    assert "it is looked at again" in line
 
 
 def test_shared_runs_are_named_by_the_experiments_that_are_made(runs, tmp_path):

@@ -60,10 +60,8 @@ OWNERS = {run.id: name for name in reversed(PIPELINES) for run in RUNS[name]}
 ALL_CORES = workflow.resource_settings.cores or max(RANKS.values())
 # On a GPU machine of one's own nobody hands out devices: one job at a time has them all.
 ALONE = TIER in ("gpu1", "node8", "cluster") and not CLUSTER
-if CLUSTER:  # what the executor sees as squeue says of preempted jobs that they have failed
-    os.environ["PATH"] = os.pathsep.join(
-        [os.path.join(workflow.basedir, "workflows/scripts/slurm"), os.environ["PATH"]]
-    )
+if CLUSTER:
+    site.use_own_squeue(Path(workflow.basedir))
 # What every job asks Slurm for beside its size: account and partition.
 SUBMISSION = CLUSTER.site.submission if CLUSTER else {}
 
