@@ -85,7 +85,14 @@ class Scheduler:
         words = command("--profile", "slurm", "--verbose", *QUICK, "--", "precision")
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                words, cwd=folder, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                words,
+                cwd=folder,
+                env=environment(),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # in the background of a shell Ctrl-C is ignored, and so it would be here
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
