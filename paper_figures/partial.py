@@ -37,11 +37,10 @@ def incomplete(folder: Path, tier: str, results: Path) -> Iterator[Incomplete]:
     """
     for name, runs in experiments.all_runs(folder, tier).items():
         is_pipeline = runs[0].command == "pipeline"
-        place = _place(name, runs, results)
-        ids = dict.fromkeys(run.id for run in runs)
-        there = sum(RunFolder(place / run).has_result() for run in ids)
-        if there < len(ids) and _has_begun(runs, place):
-            yield Incomplete(name, there, len(ids), place, "rotation" if is_pipeline else "canzona")
+        folders = _folders(name, runs, results)
+        there = sum(RunFolder(folder).has_result() for folder in folders)
+        if there < len(folders) and any(folder.exists() for folder in folders):
+            yield Incomplete(name, there, len(folders), folders[0].parent, "rotation" if is_pipeline else "canzona")
 
 
 def tabulate(found: Incomplete, folder: Path, tier: str, out: Path) -> Path:
@@ -64,22 +63,16 @@ def link_rest(folder: Path, tier: str, results: Path) -> None:
 
     A table of which any run is missing is older than its experiment, and left out.
     """
-    stale = {name for name, runs in experiments.all_runs(folder, tier).items() if _ended(name, runs, results) < 1}
+    stale = {
+        name
+        for name, runs in experiments.all_runs(folder, tier).items()
+        if not all(RunFolder(path).has_result() for path in _folders(name, runs, results))
+    }
     for path in sorted(results.iterdir()):
         link = results / FOLDER / path.name
         if path.is_dir() and path.name not in (FOLDER, "claims", *stale) and not link.exists():
             link.symlink_to(Path("..", path.name))
 
 
-def _place(name: str, runs: Sequence[Run], results: Path) -> Path:
-    return results / ("pipelines" if runs[0].command == "pipeline" else name) / "runs"
-
-
-def _ended(name: str, runs: Sequence[Run], results: Path) -> float:
-    """Return which part of an experiment's runs has ended with a result."""
-    place = _place(name, runs, results)
-    return sum(RunFolder(place / run.id).has_result() for run in runs) / len(runs)
-
-
-def _has_begun(runs: Sequence[Run], place: Path) -> bool:
-    return any((place / run.id).exists() for run in runs)
+def _folders(name: str, runs: Sequence[Run], results: Path) -> list[Path]:
+    return list(dict.fromkeys(run.place(results, name) for run in runs))

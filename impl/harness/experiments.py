@@ -240,14 +240,6 @@ def settings_digest(path: str | Path, tier: str) -> str:
     return canonical_digest({**data, "tiers": of_tier(tiers, tier)})
 
 
-def find_run(path: str | Path, tier: str, run_id: str) -> Run:
-    """Return the run ``run_id`` of an experiment's file on ``tier``; raises :class:`ConfigError` if it has none."""
-    runs = {run.id: run for run in runs_of(path, tier)}
-    if run_id not in runs:
-        raise unknown("run", run_id, runs)
-    return runs[run_id]
-
-
 @contextmanager
 def _naming(path: str | Path) -> Iterator[None]:
     try:

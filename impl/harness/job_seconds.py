@@ -57,11 +57,6 @@ def work(run: Run) -> str:
     return canonical_digest({"command": run.command, **settings})[:8]
 
 
-def folder_of(results: Path, experiment: str, run: Run) -> Path:
-    """Return the folder of ``run`` below the ``results`` of its tier, as in ``workflows/rules/common.smk``."""
-    return results / ("pipelines" if run.command == "pipeline" else experiment) / "runs" / run.id
-
-
 def ended(folder: Path) -> Ended | None:
     """Return how the run in ``folder`` ended, None if it has not or should go on."""
     try:
@@ -91,7 +86,7 @@ def of_records(runs: Mapping[str, Iterable[Run]], results: Path, *, gpu: bool = 
     seen = set()
     for experiment, group in sorted(runs.items()):
         for run in group:
-            folder = folder_of(results, experiment, run)
+            folder = run.place(results, experiment)
             if folder in seen:
                 continue
             seen.add(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from impl.harness.pipeline_spec import PipelineSpec
@@ -26,6 +27,10 @@ class Run(Frozen):
     def id(self) -> str:
         """Name and the first eight digits of the settings' hash: the name of the run's folder."""
         return f"{self.name}-{self.spec.digest[:8]}"
+
+    def place(self, results: Path, experiment: str) -> Path:
+        """Return the run's folder below a tier's ``results``: those of pipelines are shared between experiments."""
+        return results / ("pipelines" if self.command == "pipeline" else experiment) / "runs" / self.id
 
     @property
     def base(self) -> RunSpec:

@@ -29,11 +29,6 @@ HOW = (
 )
 
 
-def run_folder(results: Path, experiment: str, run: Run) -> Path:
-    """Return the folder of ``run`` below a tier's ``results``: pipeline runs are shared between experiments."""
-    return results / ("pipelines" if run.command == "pipeline" else experiment) / "runs" / run.id
-
-
 @dataclass(frozen=True)
 class Entry:
     """A run, the experiments that ask for it, its folder and its state."""
@@ -181,7 +176,7 @@ class Sweep:
         asking: dict[Path, tuple[Run, list[str]]] = {}
         for name in names:
             for run in self.runs[name]:
-                by = asking.setdefault(run_folder(self._results, name, run), (run, []))[1]
+                by = asking.setdefault(run.place(self._results, name), (run, []))[1]
                 if name not in by:
                     by.append(name)
         entries = tuple(Entry(run, tuple(by), path, self._state(run, path)) for path, (run, by) in asking.items())
@@ -189,7 +184,7 @@ class Sweep:
 
     def _shown(self) -> tuple[str, ...]:
         """Return the default experiments, and those that have a run which no smaller one that is shown asks for."""
-        folders = {name: {run_folder(self._results, name, run) for run in runs} for name, runs in self.runs.items()}
+        folders = {name: {run.place(self._results, name) for run in runs} for name, runs in self.runs.items()}
         shown = [name for name in DEFAULT if name in folders]
         wanted = set().union(*(folders[name] for name in shown))
         for name in sorted(folders.keys() - {*shown}, key=lambda name: (len(folders[name]), name)):

@@ -192,11 +192,11 @@ def sweep(
     lines = []
     for name, group in chosen.items():
         for run in group:
-            place = job_seconds.folder_of(results, name, run)
+            place = run.place(results, name)
             if place not in costs:
                 to_do = job_seconds.ended(place) is None
                 costs[place] = of_run(run, known, planner, check=check) if to_do else None
-        places = dict.fromkeys(job_seconds.folder_of(results, name, run) for run in group)
+        places = dict.fromkeys(run.place(results, name) for run in group)
         lines.append(Line(name, len(places), _present(costs[place] for place in places)))
     return SweepCost(tier, device, tuple(lines), Line("all", len(costs), _present(costs.values())), check)
 

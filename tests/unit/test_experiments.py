@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from impl.__main__ import main
 from impl.errors import ConfigError
 from impl.harness import experiments, pipeline_run, tidy
 from impl.harness.experiments import PrecisionExperiment, StepTimeExperiment
@@ -151,11 +152,13 @@ def test_bad_input_gets_one_clear_line(tmp_path, change, message):
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_tier_and_run_name_the_nearest():
+def test_unknown_tier_and_run_name_the_nearest(capsys):
     with pytest.raises(ConfigError, match="did you mean 'laptop'"):
         fake_runs.step_time_experiment().runs("labtop")
-    with pytest.raises(ConfigError, match="unknown run"):
-        experiments.find_run(FOLDER / "step_time.yaml", "ci", "dp2-tp1-00000000")
+    assert (
+        main(["configs", "--experiments", str(FOLDER), "--tier", "ci", "--run", "dp2-tp1-00000000", "--out", "x"]) == 2
+    )
+    assert "unknown run 'dp2-tp1-00000000': did you mean 'dp2-tp1-" in capsys.readouterr().err
 
 
 def test_experiment_kinds_are_distinct_classes():

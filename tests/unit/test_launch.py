@@ -18,6 +18,7 @@ from impl.harness.rank_checkpoint import Checkpoint
 from impl.harness.record import CorruptRecord, RunFolder
 from impl.harness.results import from_rows, largest, quartiles
 from impl.harness.training import Trainer
+from impl.harness.worker import _lost_another
 
 
 def report(folder, rank: int, at: float, kind: str = "ValueError", status: str = "failed") -> None:
@@ -205,3 +206,16 @@ def test_result_of_rows(tmp_path):
     }
     assert quartiles([3.0]) == {"median": 3.0, "q25": 3.0, "q75": 3.0, "n": 1}
     assert largest([{"a": {"dp": 1}}, {"a": {"dp": 3, "tp": 2}, "b": 5}]) == {"a": {"dp": 3, "tp": 2}, "b": 5}
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:4711"), True),
+        (RuntimeError("recvValueWithTimeout failed on SocketImpl: failed to recv, got 0 bytes"), True),
+        (RuntimeError("a matrix of 3 x 4 has no inverse"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_a_rank_tells_a_lost_neighbour_from_its_own_error(error, lost):
+    assert _lost_another(error) is lost

@@ -25,7 +25,7 @@ from impl.harness.processes import this_process
 from impl.harness.record import RunFolder
 from impl.harness.run import Run
 from impl.harness.run_state import read_state
-from impl.harness.status import DEFAULT, Sweep, run_folder
+from impl.harness.status import DEFAULT, Sweep
 from impl.harness.step_time_spec import StepTimeSpec
 from tests.unit import fake_runs
 
@@ -88,7 +88,7 @@ def first(sweep: Sweep, experiment: str) -> Run:
 
 
 def folder_of(sweep: Sweep, tmp_path: Path, experiment: str, number: int = 0) -> Path:
-    return run_folder(tmp_path / "results", experiment, sweep.runs[experiment][number])
+    return sweep.runs[experiment][number].place(tmp_path / "results", experiment)
 
 
 def test_default_experiments_are_those_of_the_workflow():

@@ -54,7 +54,7 @@ except ConfigError as error:
 
 RANKS = {run.id: run.spec.world_size for runs in RUNS.values() for run in runs}
 PIPELINES = [name for name, runs in RUNS.items() if runs[0].command == "pipeline"]
-# Any experiment that wants a shared run can write its settings: the first one by name.
+# A shared run has the time limit of the first experiment, by name, that wants it.
 OWNERS = {run.id: name for name in reversed(PIPELINES) for run in RUNS[name]}
 # Timed jobs hold every core, so that nothing runs beside them; without a core limit (a cluster) those they use.
 ALL_CORES = workflow.resource_settings.cores or max(RANKS.values())
