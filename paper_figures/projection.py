@@ -100,7 +100,7 @@ def figure(frame: pd.DataFrame, published: pd.DataFrame) -> Figure:
     axes[0].set_ylabel("optimizer step, s")
     handles: list[Any] = [style.patch(name, colours[name]) for name in names]
     handles += projected.numberless_handle(main)
-    lower.legend(handles=handles, loc="outside lower center", ncols=3)
+    lower.legend(handles=handles, loc="outside lower center", ncols=2)
     result.suptitle(projected.subtitle(frame), fontsize=8)
     return result
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from impl.harness import projection_rows, projection_spec
-from paper_figures import common, projected, projection, scaling
+from paper_figures import common, projected, projection, scaling, style
 from tests.unit.test_figures import overlaps, texts
 from tests.unit.test_projection_experiments import experiment
 from tests.unit.test_robust_tables import drawn as readable
@@ -94,3 +95,19 @@ def test_tables_and_figures_survive_without_numbers(frame: pd.DataFrame, sweep: 
         without_numbers(name, table, tmp_path)
         without_numbers(name, table, tmp_path, "failed")
         readable(name, table)
+
+
+def sticks_out(drawn: Figure) -> bool:
+    """Whether anything is outside of the page, which is saved at the figure's exact size."""
+    canvas = FigureCanvasAgg(drawn)
+    canvas.draw()
+    box, (width, height) = drawn.get_tightbbox(canvas.get_renderer()), drawn.get_size_inches()
+    slack = 0.02
+    return box.x0 < -slack or box.y0 < -slack or box.x1 > width + slack or box.y1 > height + slack
+
+
+def test_nothing_of_the_figure_is_cut_off(frame: pd.DataFrame) -> None:
+    assert not sticks_out(projection.figure(frame, PUBLISHED))
+    wide = projection.figure(frame, PUBLISHED)
+    wide.legend(handles=[style.patch("a long name " * 20, (0, 0, 0))], loc="outside lower center")
+    assert sticks_out(wide)
